@@ -1,0 +1,1 @@
+//! Layer-streamed collection of moments, and fitting of zoo entries from them.

@@ -1,0 +1,1 @@
+//! Prompts in, packed token ids out.

@@ -1,0 +1,1 @@
+//! Teacher-forced evaluation of quantized caches against full precision.

@@ -1,0 +1,21 @@
+use candle_core::Tensor;
+
+use crate::Result;
+
+/// The one seam of the decoder: calibration observes through it, evaluation simulates through it, serving plugs a
+/// cache into it.
+pub trait Attention {
+    /// Attention of one packed sequence of one layer.
+    ///
+    /// `q` (tokens, heads, head_dim), `k` and `v` (tokens, kv_heads, head_dim), post-RoPE and post-q/k-norm,
+    /// contiguous. `prompt_lens` sums to tokens: prompts never attend to each other. Scores are scaled by
+    /// 1/√head_dim. Returns o (tokens, heads, head_dim) in the dtype of `q`, before the output projection.
+    fn attend(
+        &mut self,
+        layer: usize,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        prompt_lens: &[usize],
+    ) -> Result<Tensor>;
+}

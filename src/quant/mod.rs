@@ -1,0 +1,1 @@
+//! The INT2 codec: clip, round, pack, and count the bits.

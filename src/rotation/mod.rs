@@ -1,0 +1,1 @@
+//! Transforms of keys and values toward what attention reads.

@@ -1,0 +1,1 @@
+//! Zoo entries: schema, safetensors I/O, verification.
