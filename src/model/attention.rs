@@ -19,3 +19,20 @@ pub trait Attention {
         prompt_lens: &[usize],
     ) -> Result<Tensor>;
 }
+
+/// Plain causal attention: the reference forward.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct FullAttention;
+
+impl Attention for FullAttention {
+    fn attend(
+        &mut self,
+        _layer: usize,
+        _q: &Tensor,
+        _k: &Tensor,
+        _v: &Tensor,
+        _prompt_lens: &[usize],
+    ) -> Result<Tensor> {
+        unimplemented!()
+    }
+}

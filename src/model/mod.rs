@@ -1,7 +1,18 @@
 //! Decoder-only language models, one layer at a time.
+//!
+//! [`Model::open`] reads headers alone; [`Model::layer`] loads one layer's weights, and [`DecoderLayer::forward`]
+//! runs hidden states through it, handing q, k, v to the one seam, [`Attention`].
 
 mod attention;
+mod config;
+mod decoder;
+mod open;
+mod rope;
 mod sequence;
 
-pub use attention::Attention;
+pub use attention::{Attention, FullAttention};
+pub use config::Config;
+pub use decoder::{DecoderLayer, LmHead};
+pub use open::{Model, OpenOptions, Sizes, TokenizerSource};
+pub use rope::{Rope, RopeScaling};
 pub use sequence::PackedSequence;
