@@ -1,0 +1,401 @@
+//! An entry in memory, and `rotations.safetensors` on disk.
+
+use std::borrow::Cow;
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::fmt;
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
+use sha2::{Digest, Sha256};
+
+use super::schema::{Metadata, SCHEMA, Scope};
+use super::verify;
+use crate::{Error, Result, files};
+
+/// Name of the tensors' file in an entry's folder.
+pub const FILE: &str = "rotations.safetensors";
+
+/// What `validate` and `publish` derive from the tensors, and a new fit makes untrue.
+const DERIVED: [&str; 3] = ["metrics.json", "report.html", "README.md"];
+
+/// Rotations of one model.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Entry {
+    pub metadata: Metadata,
+    /// By the model's own layer index; may be sparse.
+    pub layers: BTreeMap<usize, Layer>,
+}
+
+/// Transforms of one layer's keys and values.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Layer {
+    pub head_dim: usize,
+    pub k: Side,
+    pub v: Side,
+}
+
+/// Keys or values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum SideName {
+    K,
+    V,
+}
+
+impl SideName {
+    pub const ALL: [Self; 2] = [Self::K, Self::V];
+
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::K => "k",
+            Self::V => "v",
+        }
+    }
+
+    /// The tensor that [`Side::dual`] is stored as.
+    pub fn dual(self) -> &'static str {
+        match self {
+            Self::K => "query",
+            Self::V => "decode",
+        }
+    }
+}
+
+impl fmt::Display for SideName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.as_str())
+    }
+}
+
+/// Transforms of one layer's keys, or of its values. The outer lists have S items: one a KV head in scope `head`,
+/// one alone in scope `layer`. Matrices are (d, d), row-major; rows of activations are multiplied from the left.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Side {
+    /// x' = (x − mean) · encode
+    pub encode: Vec<Vec<f32>>,
+    /// Keys: `query`, encode⁻ᵀ, in q' = q · query. Values: `decode`, encode⁻¹, in o = o' · decode + mean.
+    /// `None`: encode is orthogonal.
+    pub dual: Option<Vec<Vec<f32>>>,
+    /// One (d) a KV head, in either scope. `None`: not centered.
+    pub mean: Option<Vec<Vec<f32>>>,
+    /// Clip ratio in (0, 1]; 1 clips nothing.
+    pub clip: Vec<f32>,
+    /// Strictly upper triangular. `None`: plain rounding.
+    pub feedback: Option<Vec<Vec<f32>>>,
+    /// Eigenvalues (d) that the basis came from, descending. `None`: made without data.
+    pub spectrum: Option<Vec<Vec<f32>>>,
+}
+
+/// What one KV head uses of a [`Side`].
+#[derive(Clone, Copy, Debug)]
+pub struct Head<'a> {
+    pub encode: &'a [f32],
+    pub dual: Option<&'a [f32]>,
+    pub mean: Option<&'a [f32]>,
+    pub clip: f32,
+    pub feedback: Option<&'a [f32]>,
+    pub spectrum: Option<&'a [f32]>,
+}
+
+impl Side {
+    /// The transform of KV head `head`, whichever the scope. `None` beyond the last head.
+    pub fn for_head(&self, head: usize) -> Option<Head<'_>> {
+        fn at<T>(list: &[T], head: usize) -> Option<&T> {
+            if list.len() == 1 {
+                list.first()
+            } else {
+                list.get(head)
+            }
+        }
+        fn part(list: Option<&Vec<Vec<f32>>>, head: usize) -> Option<&[f32]> {
+            list.and_then(|list| at(list, head)).map(Vec::as_slice)
+        }
+        Some(Head {
+            encode: at(&self.encode, head)?,
+            dual: part(self.dual.as_ref(), head),
+            mean: self
+                .mean
+                .as_ref()
+                .and_then(|mean| mean.get(head))
+                .map(Vec::as_slice),
+            clip: *at(&self.clip, head)?,
+            feedback: part(self.feedback.as_ref(), head),
+            spectrum: part(self.spectrum.as_ref(), head),
+        })
+    }
+}
+
+impl Head<'_> {
+    /// The matrix (d, d) in x = x' · back + mean that undoes `encode`: queryᵀ for keys, decode for values, encodeᵀ
+    /// where that is orthogonal.
+    pub fn back(&self, side: SideName, d: usize) -> Vec<f32> {
+        match (side, self.dual) {
+            (SideName::V, Some(decode)) => decode.to_vec(),
+            (SideName::K, Some(query)) => transposed(query, d),
+            (_, None) => transposed(self.encode, d),
+        }
+    }
+}
+
+fn transposed(matrix: &[f32], d: usize) -> Vec<f32> {
+    let mut out = vec![0.0; matrix.len()];
+    for (i, row) in matrix.chunks_exact(d).enumerate() {
+        for (j, &x) in row.iter().enumerate() {
+            out[j * d + i] = x;
+        }
+    }
+    out
+}
+
+impl Entry {
+    /// Reads an entry, given as its folder or its `rotations.safetensors`, and checks all that
+    /// [`super::verify()`] does; the error is the first problem it finds.
+    pub fn open(path: &Path) -> Result<Self> {
+        let file = file_of(path);
+        let bytes = fs::read(&file).map_err(Error::io("read", &file))?;
+        let (entry, checks) = verify::read(&file, &bytes);
+        let problem = checks.iter().flat_map(|check| &check.problems).next();
+        match (entry, problem) {
+            (Some(entry), None) => Ok(entry),
+            (_, Some(problem)) => Err(Error::invalid(file.display(), problem)
+                .hint("`oscar verify` lists every problem; `oscar fit` makes the entry anew")),
+            (None, None) => Err(Error::invalid(file.display(), "not a zoo entry")),
+        }
+    }
+
+    /// Writes `folder`/`rotations.safetensors`, whole or not at all. Where that changes the file, it removes what
+    /// an older run derived from it (metrics, report, card).
+    ///
+    /// # Errors
+    /// Refuses to replace the entry of another model, or one it cannot read, unless `force`; refuses to write an
+    /// entry that [`Self::open`] would refuse.
+    pub fn write(&self, folder: &Path, force: bool) -> Result<PathBuf> {
+        let file = folder.join(FILE);
+        let bytes = self.to_bytes(&file)?;
+        let (_, checks) = verify::read(&file, &bytes);
+        if let Some(problem) = checks.iter().flat_map(|check| &check.problems).next() {
+            return Err(Error::invalid(file.display(), problem));
+        }
+        match fs::read(&file) {
+            Ok(old) if old == bytes => return Ok(file),
+            Ok(old) if !force => self.refuse_another(&file, &old)?,
+            Ok(_) => {}
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
+            Err(e) => return Err(Error::io("read", &file)(e)),
+        }
+        // Removed first: after a crash in between, an entry may lack metrics, but never have another's.
+        for name in DERIVED {
+            let path = folder.join(name);
+            match fs::remove_file(&path) {
+                Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+                    return Err(Error::io("remove", path)(e));
+                }
+                _ => {}
+            }
+        }
+        files::write_atomic(&file, |out| out.write_all(&bytes))?;
+        Ok(file)
+    }
+
+    fn refuse_another(&self, file: &Path, old: &[u8]) -> Result<()> {
+        let hint = "choose another folder, or pass `--force` to replace it";
+        let old = metadata(old).map_err(|problem| {
+            Error::invalid(
+                file.display(),
+                format!("holds a file that is no readable entry ({problem})"),
+            )
+            .hint(hint)
+        })?;
+        let (old, new) = (&old.model, &self.metadata.model);
+        if old.id == new.id && old.weights_fingerprint == new.weights_fingerprint {
+            return Ok(());
+        }
+        let what = if old.id == new.id {
+            format!("other weights of `{}`", old.id)
+        } else {
+            format!("another model, `{}`, not `{}`", old.id, new.id)
+        };
+        Err(Error::invalid(file.display(), format!("holds the entry of {what}")).hint(hint))
+    }
+
+    /// The file's bytes: the same for equal entries.
+    fn to_bytes(&self, place: &Path) -> Result<Vec<u8>> {
+        let mut metadata = self.metadata.clone();
+        let tensors = self.tensors();
+        metadata.content_sha256 = content_sha256(tensors.iter().map(|(name, (shape, data))| {
+            (name.as_str(), shape.as_slice(), Cow::Borrowed(&data[..]))
+        }));
+        let bad = |problem: &dyn fmt::Display| Error::invalid(place.display(), problem);
+        let json = canonical_json(&metadata).map_err(|e| bad(&e))?;
+        let views = tensors
+            .iter()
+            .map(|(name, (shape, data))| {
+                Ok((name, TensorView::new(Dtype::F32, shape.clone(), data)?))
+            })
+            .collect::<Result<Vec<_>, safetensors::SafeTensorError>>()
+            .map_err(|e| bad(&e))?;
+        let header = HashMap::from([("oscar".to_owned(), json)]);
+        safetensors::serialize(views, Some(header)).map_err(|e| bad(&e))
+    }
+
+    /// Name to shape and little-endian bytes.
+    fn tensors(&self) -> BTreeMap<String, (Vec<usize>, Vec<u8>)> {
+        let mut out = BTreeMap::new();
+        for (&layer, parts) in &self.layers {
+            let d = parts.head_dim;
+            for (name, side) in [(SideName::K, &parts.k), (SideName::V, &parts.v)] {
+                let mut put = |part: &str, list: &[Vec<f32>], inner: &[usize]| {
+                    let mut shape = vec![list.len()];
+                    shape.extend(inner);
+                    let bytes = list
+                        .iter()
+                        .flatten()
+                        .flat_map(|x| x.to_le_bytes())
+                        .collect();
+                    out.insert(format!("layers.{layer}.{name}.{part}"), (shape, bytes));
+                };
+                put("encode", &side.encode, &[d, d]);
+                put(
+                    "clip",
+                    &side.clip.iter().map(|&x| vec![x]).collect::<Vec<_>>(),
+                    &[],
+                );
+                for (part, list, inner) in [
+                    (name.dual(), &side.dual, &[d, d][..]),
+                    ("mean", &side.mean, &[d]),
+                    ("feedback", &side.feedback, &[d, d]),
+                    ("spectrum", &side.spectrum, &[d]),
+                ] {
+                    if let Some(list) = list {
+                        put(part, list, inner);
+                    }
+                }
+            }
+        }
+        out
+    }
+
+    /// Transforms a layer: KV heads in scope `head`, 1 in scope `layer`.
+    pub fn transforms(&self, layer: usize) -> usize {
+        match self.metadata.scope {
+            Scope::Layer => 1,
+            Scope::Head => self
+                .metadata
+                .model
+                .kv_heads
+                .get(layer)
+                .copied()
+                .unwrap_or(0),
+        }
+    }
+}
+
+/// A folder stands for the file in it.
+pub(super) fn file_of(path: &Path) -> PathBuf {
+    if path.is_dir() {
+        path.join(FILE)
+    } else {
+        path.to_owned()
+    }
+}
+
+/// SHA-256 over tensors in byte order of their names: name, a zero byte, number of dimensions and each dimension as
+/// u64 (little-endian), then the data.
+pub(super) fn content_sha256<'a>(
+    tensors: impl Iterator<Item = (&'a str, &'a [usize], Cow<'a, [u8]>)>,
+) -> String {
+    let mut hasher = Sha256::new();
+    for (name, shape, data) in tensors {
+        hasher.update(name.as_bytes());
+        hasher.update([0]);
+        hasher.update((shape.len() as u64).to_le_bytes());
+        for &dim in shape {
+            hasher.update((dim as u64).to_le_bytes());
+        }
+        hasher.update(&data);
+    }
+    files::hex(&hasher.finalize())
+}
+
+/// Keys sorted at every level, no spaces.
+fn canonical_json(metadata: &Metadata) -> serde_json::Result<String> {
+    fn sorted(value: serde_json::Value) -> serde_json::Value {
+        match value {
+            serde_json::Value::Object(map) => {
+                let map: BTreeMap<_, _> = map.into_iter().collect();
+                map.into_iter().map(|(k, v)| (k, sorted(v))).collect()
+            }
+            serde_json::Value::Array(list) => list.into_iter().map(sorted).collect(),
+            other => other,
+        }
+    }
+    serde_json::to_string(&sorted(serde_json::to_value(metadata)?))
+}
+
+/// The header's `oscar` value, and the schema checked before the rest is read.
+pub(super) fn metadata(bytes: &[u8]) -> Result<Metadata, String> {
+    let header = header(bytes)?;
+    if let Some(name) = duplicate_key(header) {
+        return Err(format!("the header names `{name}` twice"));
+    }
+    let (_, parsed) = SafeTensors::read_metadata(bytes).map_err(|e| e.to_string())?;
+    let json = parsed
+        .metadata()
+        .as_ref()
+        .and_then(|map| map.get("oscar"))
+        .ok_or("no `oscar` key in the metadata: not a zoo entry")?;
+    #[derive(serde::Deserialize)]
+    struct Schema {
+        schema: u32,
+    }
+    let Schema { schema } =
+        serde_json::from_str(json).map_err(|e| format!("metadata key `oscar`: {e}"))?;
+    if schema == 0 || schema > SCHEMA {
+        return Err(format!(
+            "schema {schema} is newer than this tool's {SCHEMA}: update the tool"
+        ));
+    }
+    serde_json::from_str(json).map_err(|e| format!("metadata key `oscar`: {e}"))
+}
+
+/// The JSON part, its length checked against the file's.
+fn header(bytes: &[u8]) -> Result<&str, String> {
+    let cut = || format!("truncated, or no safetensors file ({} bytes)", bytes.len());
+    let length = bytes
+        .first_chunk()
+        .map(|raw| u64::from_le_bytes(*raw))
+        .ok_or_else(cut)?;
+    let header = usize::try_from(length)
+        .ok()
+        .and_then(|length| bytes.get(8..)?.get(..length))
+        .ok_or_else(|| format!("{}: its header claims {length} bytes", cut()))?;
+    std::str::from_utf8(header).map_err(|_| "the header is not UTF-8".to_owned())
+}
+
+/// The safetensors crate lets the last of equal names win.
+fn duplicate_key(json: &str) -> Option<String> {
+    struct Keys(Option<String>);
+    impl<'de> Visitor<'de> for &mut Keys {
+        type Value = ();
+
+        fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+            f.write_str("a map")
+        }
+
+        fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
+            let mut seen = HashSet::new();
+            while let Some((key, IgnoredAny)) = map.next_entry::<String, _>()? {
+                if !seen.insert(key.clone()) {
+                    self.0 = Some(key);
+                }
+            }
+            Ok(())
+        }
+    }
+    let mut keys = Keys(None);
+    // Malformed JSON is reported by the safetensors crate.
+    let _ = serde_json::Deserializer::from_str(json).deserialize_map(&mut keys);
+    keys.0
+}
