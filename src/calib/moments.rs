@@ -1,0 +1,445 @@
+//! The moments file: what a model's attention sees, as sums that shards of a calibration can add up.
+//!
+//! One safetensors file. For every layer `i`, with d = head_dim:
+//!
+//! | tensor `layers.{i}.…` | dtype, shape | content |
+//! |---|---|---|
+//! | `qq`, `oo` | F64 (kv_heads, d, d) | Σ over tokens and the group's query heads of qᵀq, oᵀo |
+//! | `kk`, `vv` | F64 (kv_heads, d, d) | Σ over tokens of kᵀk, vᵀv |
+//! | `k_sum`, `v_sum` | F64 (kv_heads, d) | Σ over tokens of k, v |
+//! | `vsv`, `vsv_weight` | F64 (kv_heads, d, d), (kv_heads) | Σ w·vᵀv and Σ w, with w = Σ over queries of S² |
+//! | `vwv`, `vwv_weight` | F64 (kv_heads, d, d), (kv_heads) | Σ w·vᵀv and Σ w, with w = k·qq·kᵀ, `qq` the final mean |
+//! | `wo` | F64 (kv_heads, d, d) | Σ over the group's query heads of W_Oᵀ·W_O, so that δ·wo·δᵀ is the error after W_O |
+//! | `sample.{q,k,v,o}` | F32 (rows, heads or kv_heads, d) | some tokens, for inspection |
+//! | `holdout.{q,k,v}` | BF16 (tokens, heads or kv_heads, d) | whole sequences that entered no moment |
+//!
+//! and once `holdout.prompt_lens`, U32 (prompts): the lengths of the held-out prompts.
+//!
+//! Everything is post-RoPE and post-q/k-norm. Means come from the counts in the metadata (key `oscar_moments`, see
+//! [`Meta`]).
+
+use std::path::Path;
+
+use nalgebra::{DMatrix, DVector};
+use safetensors::tensor::Dtype;
+use serde::{Deserialize, Serialize};
+
+use super::container::{self, Container, Part, Parts};
+use crate::{Error, Result};
+
+/// The metadata key.
+pub const KEY: &str = "oscar_moments";
+/// Version of the file format; readers refuse newer ones.
+pub const SCHEMA: u32 = 1;
+/// Version of the computation: grows whenever the same input gives other bytes.
+pub const ALGORITHM: u32 = 1;
+
+// Fields of these structs stand in alphabetical order, so that serde writes canonical JSON.
+
+/// Provenance, geometry and counts of a moments file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Meta {
+    pub algorithm: u32,
+    pub calibration: Calibration,
+    /// Over tensor names, dtypes, shapes and bytes.
+    pub content_sha256: String,
+    pub model: ModelInfo,
+    pub schema: u32,
+    pub tool: Tool,
+}
+
+/// What the moments were taken over.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Calibration {
+    /// Where the model ran.
+    pub device: String,
+    /// Of the activations.
+    pub dtype: String,
+    /// Over the token ids and prompt lengths of the held-out sequences.
+    pub holdout_sha256: String,
+    pub holdout_tokens: u64,
+    pub prompts: u64,
+    /// Tokens kept in `sample`.
+    pub sample_rows: u64,
+    pub seed: u64,
+    pub seq_len: u64,
+    pub token_ids_sha256: String,
+    pub tokenizer_sha256: String,
+    /// Tokens that entered the moments: the count behind every sum.
+    pub tokens: u64,
+}
+
+/// Which model was calibrated.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ModelInfo {
+    pub architecture: String,
+    pub config_sha256: String,
+    pub head_dim: usize,
+    pub heads: usize,
+    pub id: String,
+    pub kv_heads: usize,
+    pub layers: usize,
+    pub revision: String,
+    pub weights_fingerprint: String,
+}
+
+/// What wrote the file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Tool {
+    pub name: String,
+    pub version: String,
+}
+
+impl Tool {
+    /// This build.
+    pub fn current() -> Self {
+        Self {
+            name: env!("CARGO_PKG_NAME").to_owned(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+        }
+    }
+}
+
+/// Moments of one layer as means (method.md, section 1), one item per KV head, and the sample.
+#[derive(Clone, Debug)]
+pub struct LayerMoments {
+    pub layer: usize,
+    /// Tokens behind the means.
+    pub tokens: u64,
+    /// (d, d): mean of qᵀq over tokens and the group's query heads.
+    pub qq: Vec<DMatrix<f64>>,
+    /// (d, d): mean of kᵀk, not centered; see [`Self::key_covariance`].
+    pub kk: Vec<DMatrix<f64>>,
+    /// (d, d): mean of oᵀo over tokens and the group's query heads.
+    pub oo: Vec<DMatrix<f64>>,
+    /// (d, d): mean of vᵀv.
+    pub vv: Vec<DMatrix<f64>>,
+    /// (d, d): mean of w·vᵀv, w = Σ over queries of S² scaled to mean 1.
+    pub vsv: Vec<DMatrix<f64>>,
+    /// (d, d): mean of w·vᵀv, w = k·qq·kᵀ scaled to mean 1.
+    pub vwv: Vec<DMatrix<f64>>,
+    pub k_mean: Vec<DVector<f64>>,
+    pub v_mean: Vec<DVector<f64>>,
+    /// (d, d): Σ over the group's query heads of W_Oᵀ·W_O; a sum, not a mean.
+    pub wo: Vec<DMatrix<f64>>,
+    pub sample: Sample,
+}
+
+impl LayerMoments {
+    /// Centered `kk` of a KV head: mean of (k − k_mean)ᵀ(k − k_mean).
+    pub fn key_covariance(&self, kv_head: usize) -> DMatrix<f64> {
+        let mean = &self.k_mean[kv_head];
+        &self.kk[kv_head] - mean * mean.transpose()
+    }
+
+    /// Centered `vv` of a KV head.
+    pub fn value_covariance(&self, kv_head: usize) -> DMatrix<f64> {
+        let mean = &self.v_mean[kv_head];
+        &self.vv[kv_head] - mean * mean.transpose()
+    }
+}
+
+/// Some tokens of the calibration: row-major (rows, heads, d), with kv_heads for k and v.
+#[derive(Clone, Debug)]
+pub struct Sample {
+    pub rows: usize,
+    pub q: Vec<f32>,
+    pub k: Vec<f32>,
+    pub v: Vec<f32>,
+    pub o: Vec<f32>,
+}
+
+/// Whole sequences that entered no moment: row-major (tokens, heads, d), with kv_heads for k and v, values rounded to
+/// bf16. Prompts, laid end to end, never attend to each other.
+#[derive(Clone, Debug)]
+pub struct Holdout {
+    pub prompt_lens: Vec<usize>,
+    pub q: Vec<f32>,
+    pub k: Vec<f32>,
+    pub v: Vec<f32>,
+}
+
+impl Holdout {
+    pub fn tokens(&self) -> usize {
+        self.prompt_lens.iter().sum()
+    }
+}
+
+/// An open moments file; layers are read when asked for.
+pub struct Moments {
+    file: Container,
+    meta: Meta,
+}
+
+/// The F64 sums of a layer and whether their items are (d, d), (d) or scalars.
+const SUMS: [(&str, usize); 11] = [
+    ("kk", 2),
+    ("k_sum", 1),
+    ("oo", 2),
+    ("qq", 2),
+    ("vsv", 2),
+    ("vsv_weight", 0),
+    ("vv", 2),
+    ("v_sum", 1),
+    ("vwv", 2),
+    ("vwv_weight", 0),
+    ("wo", 2),
+];
+
+/// Lengths of the held-out prompts, the same for all layers.
+const PROMPT_LENS: &str = "holdout.prompt_lens";
+
+/// Layers, heads and channels beyond any model: keeps sizes of hostile files from overflowing.
+const LARGEST: usize = 1 << 20;
+
+impl Moments {
+    /// Opens a file and checks its header: version, names, dtypes and shapes. Values are checked as they are read,
+    /// the content hash by [`Self::verify`].
+    pub fn open(path: &Path) -> Result<Self> {
+        let file = Container::open(path, KEY)?;
+        let place = || format!("{}: metadata `{KEY}`", path.display());
+        #[derive(Deserialize)]
+        struct Version {
+            schema: u32,
+        }
+        let Version { schema } =
+            serde_json::from_str(file.json()).map_err(|e| Error::invalid(place(), e))?;
+        if schema > SCHEMA {
+            return Err(Error::invalid(
+                place(),
+                format!("`schema` is {schema}, newer than the {SCHEMA} known here"),
+            )
+            .hint("use a newer `oscar`"));
+        }
+        let meta: Meta =
+            serde_json::from_str(file.json()).map_err(|e| Error::invalid(place(), e))?;
+        meta.check()
+            .map_err(|problem| Error::invalid(place(), problem))?;
+        let moments = Self { file, meta };
+        moments.check_tensors()?;
+        Ok(moments)
+    }
+
+    pub fn meta(&self) -> &Meta {
+        &self.meta
+    }
+
+    pub fn path(&self) -> &Path {
+        self.file.path()
+    }
+
+    /// Number of layers; ids run from 0.
+    pub fn layers(&self) -> usize {
+        self.meta.model.layers
+    }
+
+    /// The means and the sample of layer `i`.
+    pub fn layer(&self, i: usize) -> Result<LayerMoments> {
+        let ModelInfo {
+            heads,
+            kv_heads,
+            head_dim: d,
+            ..
+        } = self.meta.model;
+        let tokens = self.meta.calibration.tokens as f64;
+        let queries = tokens * (heads / kv_heads) as f64;
+        let read = |name: &str| self.file.f64(&format!("layers.{i}.{name}"));
+        let matrices = |name: &str, counts: &dyn Fn(usize) -> f64| -> Result<Vec<DMatrix<f64>>> {
+            let sums = read(name)?;
+            let means = sums.chunks_exact(d * d).enumerate();
+            Ok(means
+                .map(|(head, sum)| DMatrix::from_row_slice(d, d, sum) / counts(head))
+                .collect())
+        };
+        let vectors = |name: &str| -> Result<Vec<DVector<f64>>> {
+            let sums = read(name)?;
+            let means = sums.chunks_exact(d);
+            Ok(means
+                .map(|sum| DVector::from_row_slice(sum) / tokens)
+                .collect())
+        };
+        let vv = matrices("vv", &|_| tokens)?;
+        // Where all weights are zero (a head without energy) no token counts more than another.
+        let weighted = |name: &str| -> Result<Vec<DMatrix<f64>>> {
+            let weights = read(&format!("{name}_weight"))?;
+            let mut means = matrices(name, &|head| weights[head])?;
+            for ((mean, plain), &weight) in means.iter_mut().zip(&vv).zip(&weights) {
+                if weight <= 0.0 {
+                    mean.copy_from(plain);
+                }
+            }
+            Ok(means)
+        };
+        let sample = |name: &str| self.file.f32(&format!("layers.{i}.sample.{name}"));
+        Ok(LayerMoments {
+            layer: i,
+            tokens: self.meta.calibration.tokens,
+            qq: matrices("qq", &|_| queries)?,
+            kk: matrices("kk", &|_| tokens)?,
+            oo: matrices("oo", &|_| queries)?,
+            vsv: weighted("vsv")?,
+            vwv: weighted("vwv")?,
+            vv,
+            k_mean: vectors("k_sum")?,
+            v_mean: vectors("v_sum")?,
+            wo: matrices("wo", &|_| 1.0)?,
+            sample: Sample {
+                rows: self.meta.calibration.sample_rows as usize,
+                q: sample("q")?,
+                k: sample("k")?,
+                v: sample("v")?,
+                o: sample("o")?,
+            },
+        })
+    }
+
+    /// The held-out sequences of layer `i`.
+    pub fn holdout(&self, i: usize) -> Result<Holdout> {
+        let read = |name: &str| self.file.bf16(&format!("layers.{i}.holdout.{name}"));
+        Ok(Holdout {
+            prompt_lens: self.prompt_lens()?,
+            q: read("q")?,
+            k: read("k")?,
+            v: read("v")?,
+        })
+    }
+
+    /// Checks everything that [`Self::open`] leaves out: every value and the content hash.
+    pub fn verify(&self) -> Result<()> {
+        let found = self.file.content_sha256()?;
+        let declared = &self.meta.content_sha256;
+        if found != *declared {
+            return Err(Error::invalid(
+                self.path().display(),
+                format!("content hash is {found}, but its metadata declares {declared}"),
+            )
+            .hint("the file was changed or damaged after it was written; collect it again"));
+        }
+        for i in 0..self.layers() {
+            let layer = self.layer(i)?;
+            self.holdout(i)?;
+            for (name, moment) in [
+                ("qq", &layer.qq),
+                ("kk", &layer.kk),
+                ("oo", &layer.oo),
+                ("vv", &layer.vv),
+                ("vsv", &layer.vsv),
+                ("vwv", &layer.vwv),
+                ("wo", &layer.wo),
+            ] {
+                for (head, matrix) in moment.iter().enumerate() {
+                    let tolerance = 1e-9 * matrix.amax();
+                    let name = format!("layers.{i}.{name}");
+                    if (matrix - matrix.transpose()).amax() > tolerance {
+                        return Err(self
+                            .file
+                            .wrong(&name, format!("is not symmetric in KV head {head}")));
+                    }
+                    if matrix.diagonal().min() < 0.0 {
+                        return Err(self
+                            .file
+                            .wrong(&name, format!("has a negative diagonal in KV head {head}")));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn prompt_lens(&self) -> Result<Vec<usize>> {
+        let lens = self.file.u32(PROMPT_LENS)?;
+        let total: u64 = lens.iter().map(|&n| u64::from(n)).sum();
+        let tokens = self.meta.calibration.holdout_tokens;
+        if total != tokens || lens.contains(&0) {
+            let problem = format!("must be positive and sum to {tokens}, but sums to {total}");
+            return Err(self.file.wrong(PROMPT_LENS, problem));
+        }
+        Ok(lens.into_iter().map(|n| n as usize).collect())
+    }
+
+    fn check_tensors(&self) -> Result<()> {
+        let names = self.file.names();
+        let expected = self.meta.layer_tensors();
+        if names.len() != self.layers() * expected.len() + 1 {
+            return Err(Error::invalid(
+                self.path().display(),
+                format!(
+                    "holds {} tensors, not the {} of {} layers",
+                    names.len(),
+                    self.layers() * expected.len() + 1,
+                    self.layers()
+                ),
+            ));
+        }
+        // As many names as expected, and all expected ones there: none is unknown.
+        for i in 0..self.layers() {
+            for (name, dtype, shape) in &expected {
+                let name = format!("layers.{i}.{name}");
+                self.file.expect(&name, *dtype, shape)?;
+            }
+        }
+        self.prompt_lens()?;
+        Ok(())
+    }
+}
+
+impl Meta {
+    /// Names (after `layers.{i}.`), dtypes and shapes of the tensors of every layer.
+    fn layer_tensors(&self) -> Vec<(String, Dtype, Vec<usize>)> {
+        let (heads, kv_heads, d) = (self.model.heads, self.model.kv_heads, self.model.head_dim);
+        let mut tensors: Vec<_> = SUMS
+            .iter()
+            .map(|&(name, rank)| {
+                let shape = [kv_heads, d, d][..=rank].to_vec();
+                (name.to_owned(), Dtype::F64, shape)
+            })
+            .collect();
+        for (part, dtype, rows, names) in [
+            ("sample", Dtype::F32, self.calibration.sample_rows, "qkvo"),
+            (
+                "holdout",
+                Dtype::BF16,
+                self.calibration.holdout_tokens,
+                "qkv",
+            ),
+        ] {
+            for name in names.chars() {
+                let heads = if "qo".contains(name) { heads } else { kv_heads };
+                let shape = vec![rows as usize, heads, d];
+                tensors.push((format!("{part}.{name}"), dtype, shape));
+            }
+        }
+        tensors
+    }
+
+    fn check(&self) -> Result<(), String> {
+        let ModelInfo {
+            heads,
+            kv_heads,
+            head_dim,
+            layers,
+            ..
+        } = self.model;
+        for (name, value) in [
+            ("layers", layers),
+            ("heads", heads),
+            ("kv_heads", kv_heads),
+            ("head_dim", head_dim),
+        ] {
+            if value == 0 || value > LARGEST {
+                return Err(format!("`model.{name}` is {value}"));
+            }
+        }
+        if heads % kv_heads != 0 {
+            return Err(format!("{heads} heads cannot share {kv_heads} KV heads"));
+        }
+        if self.calibration.tokens == 0 {
+            return Err("`calibration.tokens` is 0".to_owned());
+        }
+        Ok(())
+    }
+}
