@@ -1,0 +1,96 @@
+use std::fmt::Debug;
+use std::ops::{Add, Div, Mul, Neg, Sub};
+
+use half::bf16;
+
+/// f32 (what the cache runs on) or f64 (what fitting checks against).
+pub trait Real:
+    Copy
+    + Debug
+    + Default
+    + PartialOrd
+    + Send
+    + Sync
+    + 'static
+    + Add<Output = Self>
+    + Sub<Output = Self>
+    + Mul<Output = Self>
+    + Div<Output = Self>
+    + Neg<Output = Self>
+{
+    fn from_f64(x: f64) -> Self;
+    /// Exact.
+    fn from_bf16(x: bf16) -> Self;
+    /// Exact.
+    fn from_i32(x: i32) -> Self;
+    fn to_f32(self) -> f32;
+    /// Toward zero; NaN becomes 0.
+    fn to_i32(self) -> i32;
+
+    fn to_bf16(self) -> bf16 {
+        bf16::from_f32(self.to_f32())
+    }
+
+    #[inline(always)]
+    fn abs(self) -> Self {
+        self.at_least(-self)
+    }
+
+    /// The larger one; `self` NaN gives `floor`.
+    #[inline(always)]
+    fn at_least(self, floor: Self) -> Self {
+        if self > floor { self } else { floor }
+    }
+
+    /// The smaller one; `self` NaN gives `ceiling`.
+    #[inline(always)]
+    fn at_most(self, ceiling: Self) -> Self {
+        if self < ceiling { self } else { ceiling }
+    }
+}
+
+impl Real for f32 {
+    #[inline(always)]
+    fn from_f64(x: f64) -> Self {
+        x as f32
+    }
+    #[inline(always)]
+    fn from_bf16(x: bf16) -> Self {
+        x.to_f32()
+    }
+    #[inline(always)]
+    fn from_i32(x: i32) -> Self {
+        x as f32
+    }
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self
+    }
+    #[inline(always)]
+    fn to_i32(self) -> i32 {
+        self as i32
+    }
+}
+
+impl Real for f64 {
+    #[inline(always)]
+    fn from_f64(x: f64) -> Self {
+        x
+    }
+    #[inline(always)]
+    fn from_bf16(x: bf16) -> Self {
+        x.to_f64()
+    }
+    #[inline(always)]
+    fn from_i32(x: i32) -> Self {
+        f64::from(x)
+    }
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self as f32
+    }
+    #[inline(always)]
+    fn to_i32(self) -> i32 {
+        self as i32
+    }
+}
