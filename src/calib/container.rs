@@ -1,6 +1,5 @@
 //! Safetensors files with one JSON metadata key and a hash of their content, written by streaming and read by mapping.
 
-use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io::Write;
@@ -9,47 +8,42 @@ use std::path::{Path, PathBuf};
 use memmap2::Mmap;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use safetensors::{SafeTensorError, SafeTensors};
+use serde::Serialize;
 use sha2::{Digest, Sha256};
 
 use crate::files::{hex, write_atomic};
 use crate::{Error, Result};
 
-/// A tensor to write: little-endian bytes, owned or still in another file.
+/// A tensor to write.
 pub(super) struct Part<'a> {
     pub dtype: Dtype,
     pub shape: Vec<usize>,
-    pub bytes: Cow<'a, [u8]>,
+    pub bytes: &'a [u8],
 }
 
 impl<'a> Part<'a> {
-    pub fn new(dtype: Dtype, shape: &[usize], bytes: impl Into<Cow<'a, [u8]>>) -> Self {
-        let shape = shape.to_vec();
-        let bytes = bytes.into();
+    /// `values` as they lie in memory: machines with another byte order are not supported.
+    pub fn new<T: bytemuck::NoUninit>(dtype: Dtype, shape: &[usize], values: &'a [T]) -> Self {
+        const { assert!(cfg!(target_endian = "little"), "files are little-endian") };
         Self {
             dtype,
-            shape,
-            bytes,
+            shape: shape.to_vec(),
+            bytes: bytemuck::cast_slice(values),
         }
     }
-
-    pub fn f64(shape: &[usize], values: &'a [f64]) -> Self {
-        Self::new(Dtype::F64, shape, little_endian(values))
-    }
-
-    pub fn f32(shape: &[usize], values: &'a [f32]) -> Self {
-        Self::new(Dtype::F32, shape, little_endian(values))
-    }
 }
 
-/// The bytes of `values` as files store them.
-pub(super) fn little_endian<T: bytemuck::NoUninit>(values: &[T]) -> &[u8] {
-    const { assert!(cfg!(target_endian = "little"), "files are little-endian") };
-    bytemuck::cast_slice(values)
+/// JSON with sorted keys and no spaces.
+pub(super) fn canonical_json(value: &impl Serialize) -> Result<String> {
+    // The map of `Value` is sorted.
+    let value = serde_json::to_value(value).map_err(|e| Error::invalid("metadata", e))?;
+    Ok(value.to_string())
 }
 
-/// Tensors in the order of the file: by element size, largest first, then by name, so that all are aligned.
+/// Tensors by name.
 pub(super) type Parts<'a> = BTreeMap<String, Part<'a>>;
 
+/// By element size, largest first, then by name, so that all are aligned.
 fn in_file_order<'p, 'a>(parts: &'p Parts<'a>) -> Vec<(&'p String, &'p Part<'a>)> {
     let mut order: Vec<_> = parts.iter().collect();
     order.sort_by(|(a, x), (b, y)| y.dtype.bitsize().cmp(&x.dtype.bitsize()).then(a.cmp(b)));
@@ -65,7 +59,7 @@ fn hash_tensor(hasher: &mut Sha256, name: &str, dtype: Dtype, shape: &[usize], b
 pub(super) fn content_sha256(parts: &Parts) -> String {
     let mut hasher = Sha256::new();
     for (name, part) in parts {
-        hash_tensor(&mut hasher, name, part.dtype, &part.shape, &part.bytes);
+        hash_tensor(&mut hasher, name, part.dtype, &part.shape, part.bytes);
     }
     hex(&hasher.finalize())
 }
@@ -97,7 +91,7 @@ pub(super) fn write(path: &Path, key: &str, json: String, parts: &Parts) -> Resu
         out.write_all(&header)?;
         order
             .iter()
-            .try_for_each(|(_, part)| out.write_all(&part.bytes))
+            .try_for_each(|(_, part)| out.write_all(part.bytes))
     })
 }
 

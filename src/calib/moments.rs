@@ -24,82 +24,46 @@ use nalgebra::{DMatrix, DVector};
 use safetensors::tensor::Dtype;
 use serde::{Deserialize, Serialize};
 
+use super::Dims;
+use super::accumulate::HoldoutRows;
 use super::container::{self, Container, Part, Parts};
+use crate::zoo::{Calibration, ModelInfo, Tool};
 use crate::{Error, Result};
 
 /// The metadata key.
 pub const KEY: &str = "oscar_moments";
 /// Version of the file format; readers refuse newer ones.
 pub const SCHEMA: u32 = 1;
-/// Version of the computation: grows whenever the same input gives other bytes.
+/// Version of the computation (`tool.algorithm`): grows whenever the same input gives other bytes.
 pub const ALGORITHM: u32 = 1;
-
-// Fields of these structs stand in alphabetical order, so that serde writes canonical JSON.
 
 /// Provenance, geometry and counts of a moments file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Meta {
-    pub algorithm: u32,
+    pub schema: u32,
+    pub model: ModelInfo,
+    /// `tokens` is the count behind every sum.
     pub calibration: Calibration,
+    /// Tokens of the sequences that entered no moment.
+    pub holdout_tokens: usize,
+    /// Tokens kept in `sample`.
+    pub sample_rows: usize,
+    pub tool: Tool,
     /// Over tensor names, dtypes, shapes and bytes.
     pub content_sha256: String,
-    pub model: ModelInfo,
-    pub schema: u32,
-    pub tool: Tool,
 }
 
-/// What the moments were taken over.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Calibration {
-    /// Where the model ran.
-    pub device: String,
-    /// Of the activations.
-    pub dtype: String,
-    /// Over the token ids and prompt lengths of the held-out sequences.
-    pub holdout_sha256: String,
-    pub holdout_tokens: u64,
-    pub prompts: u64,
-    /// Tokens kept in `sample`.
-    pub sample_rows: u64,
-    pub seed: u64,
-    pub seq_len: u64,
-    pub token_ids_sha256: String,
-    pub tokenizer_sha256: String,
-    /// Tokens that entered the moments: the count behind every sum.
-    pub tokens: u64,
-}
-
-/// Which model was calibrated.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct ModelInfo {
-    pub architecture: String,
-    pub config_sha256: String,
-    pub head_dim: usize,
-    pub heads: usize,
-    pub id: String,
-    pub kv_heads: usize,
-    pub layers: usize,
-    pub revision: String,
-    pub weights_fingerprint: String,
-}
-
-/// What wrote the file.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Tool {
-    pub name: String,
-    pub version: String,
-}
-
-impl Tool {
-    /// This build.
-    pub fn current() -> Self {
-        Self {
-            name: env!("CARGO_PKG_NAME").to_owned(),
-            version: env!("CARGO_PKG_VERSION").to_owned(),
+impl Meta {
+    /// Shape of layer `i`'s attention.
+    ///
+    /// # Panics
+    /// Where the model has no such layer.
+    pub fn dims(&self, i: usize) -> Dims {
+        Dims {
+            heads: self.model.heads[i],
+            kv_heads: self.model.kv_heads[i],
+            head_dim: self.model.head_dim[i],
         }
     }
 }
@@ -109,7 +73,7 @@ impl Tool {
 pub struct LayerMoments {
     pub layer: usize,
     /// Tokens behind the means.
-    pub tokens: u64,
+    pub tokens: usize,
     /// (d, d): mean of qᵀq over tokens and the group's query heads.
     pub qq: Vec<DMatrix<f64>>,
     /// (d, d): mean of kᵀk, not centered; see [`Self::key_covariance`].
@@ -143,8 +107,134 @@ impl LayerMoments {
     }
 }
 
-/// Some tokens of the calibration: row-major (rows, heads, d), with kv_heads for k and v.
+/// The sums of one layer, as the file stores them.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sums {
+    pub dims: Dims,
+    pub tokens: usize,
+    pub qq: Vec<f64>,
+    pub kk: Vec<f64>,
+    pub oo: Vec<f64>,
+    pub vv: Vec<f64>,
+    pub vsv: Vec<f64>,
+    pub vwv: Vec<f64>,
+    pub k_sum: Vec<f64>,
+    pub v_sum: Vec<f64>,
+    pub vsv_weight: Vec<f64>,
+    pub vwv_weight: Vec<f64>,
+}
+
+impl Sums {
+    /// Of no tokens.
+    pub fn zero(dims: Dims) -> Self {
+        let Dims {
+            kv_heads,
+            head_dim: d,
+            ..
+        } = dims;
+        let zeros = |per_head: usize| vec![0.0; kv_heads * per_head];
+        Self {
+            dims,
+            tokens: 0,
+            qq: zeros(d * d),
+            kk: zeros(d * d),
+            oo: zeros(d * d),
+            vv: zeros(d * d),
+            vsv: zeros(d * d),
+            vwv: zeros(d * d),
+            k_sum: zeros(d),
+            v_sum: zeros(d),
+            vsv_weight: zeros(1),
+            vwv_weight: zeros(1),
+        }
+    }
+}
+
+/// All that a moments file holds of one layer.
 #[derive(Clone, Debug)]
+pub struct LayerRecord {
+    pub sums: Sums,
+    /// See [`super::accumulate::output_metric`].
+    pub wo: Vec<f64>,
+    pub sample: Sample,
+    pub holdout: HoldoutRows,
+}
+
+impl LayerRecord {
+    /// The tensors of layer `i`.
+    pub(super) fn parts(&self, i: usize) -> Parts<'_> {
+        let sums = &self.sums;
+        let Dims {
+            heads,
+            kv_heads,
+            head_dim: d,
+        } = sums.dims;
+        let mut parts = Parts::new();
+        for (name, rank) in SUMS {
+            let values = match name {
+                "kk" => &sums.kk,
+                "k_sum" => &sums.k_sum,
+                "oo" => &sums.oo,
+                "qq" => &sums.qq,
+                "vsv" => &sums.vsv,
+                "vsv_weight" => &sums.vsv_weight,
+                "vv" => &sums.vv,
+                "v_sum" => &sums.v_sum,
+                "vwv" => &sums.vwv,
+                "vwv_weight" => &sums.vwv_weight,
+                _ => &self.wo,
+            };
+            let part = Part::new(Dtype::F64, &[kv_heads, d, d][..=rank], values);
+            parts.insert(format!("layers.{i}.{name}"), part);
+        }
+        let (sample, holdout) = (&self.sample, &self.holdout);
+        for (name, heads, sample, holdout) in [
+            ("q", heads, &sample.q, Some(&holdout.q)),
+            ("k", kv_heads, &sample.k, Some(&holdout.k)),
+            ("v", kv_heads, &sample.v, Some(&holdout.v)),
+            ("o", heads, &sample.o, None),
+        ] {
+            let part = Part::new(Dtype::F32, &[sample.len() / (heads * d), heads, d], sample);
+            parts.insert(format!("layers.{i}.sample.{name}"), part);
+            if let Some(holdout) = holdout {
+                let shape = [holdout.len() / (heads * d), heads, d];
+                parts.insert(
+                    format!("layers.{i}.holdout.{name}"),
+                    Part::new(Dtype::BF16, &shape, holdout),
+                );
+            }
+        }
+        parts
+    }
+}
+
+/// Writes a moments file of `layers`, all of `meta.model`'s; `content_sha256` is filled in.
+pub fn write(path: &Path, meta: &Meta, prompt_lens: &[u32], layers: &[LayerRecord]) -> Result<()> {
+    let mut parts = Parts::new();
+    for (i, layer) in layers.iter().enumerate() {
+        parts.extend(layer.parts(i));
+    }
+    write_parts(path, meta, prompt_lens, parts)
+}
+
+/// As [`write`], of the tensors of all layers.
+pub(super) fn write_parts<'a>(
+    path: &Path,
+    meta: &Meta,
+    prompt_lens: &'a [u32],
+    mut parts: Parts<'a>,
+) -> Result<()> {
+    let part = Part::new(Dtype::U32, &[prompt_lens.len()], prompt_lens);
+    parts.insert(PROMPT_LENS.to_owned(), part);
+    let meta = Meta {
+        content_sha256: container::content_sha256(&parts),
+        ..meta.clone()
+    };
+    container::write(path, KEY, container::canonical_json(&meta)?, &parts)
+}
+
+/// Some tokens of the calibration: row-major (rows, heads, d), with kv_heads for k and v.
+#[derive(Clone, Debug, Default)]
 pub struct Sample {
     pub rows: usize,
     pub q: Vec<f32>,
@@ -190,10 +280,21 @@ const SUMS: [(&str, usize); 11] = [
     ("wo", 2),
 ];
 
+/// The tensors of a layer whose rows are tokens.
+const ROWS: [&str; 7] = [
+    "holdout.k",
+    "holdout.q",
+    "holdout.v",
+    "sample.k",
+    "sample.o",
+    "sample.q",
+    "sample.v",
+];
+
 /// Lengths of the held-out prompts, the same for all layers.
 const PROMPT_LENS: &str = "holdout.prompt_lens";
 
-/// Layers, heads and channels beyond any model: keeps sizes of hostile files from overflowing.
+/// Heads and channels beyond any model: keeps sizes of hostile files from overflowing.
 const LARGEST: usize = 1 << 20;
 
 impl Moments {
@@ -239,14 +340,16 @@ impl Moments {
 
     /// The means and the sample of layer `i`.
     pub fn layer(&self, i: usize) -> Result<LayerMoments> {
-        let ModelInfo {
-            heads,
-            kv_heads,
-            head_dim: d,
-            ..
-        } = self.meta.model;
+        if i >= self.layers() {
+            return Err(Error::invalid(
+                self.path().display(),
+                format!("has no layer {i}, only {}", self.layers()),
+            ));
+        }
+        let dims = self.meta.dims(i);
+        let d = dims.head_dim;
         let tokens = self.meta.calibration.tokens as f64;
-        let queries = tokens * (heads / kv_heads) as f64;
+        let queries = tokens * dims.group() as f64;
         let read = |name: &str| self.file.f64(&format!("layers.{i}.{name}"));
         let matrices = |name: &str, counts: &dyn Fn(usize) -> f64| -> Result<Vec<DMatrix<f64>>> {
             let sums = read(name)?;
@@ -288,7 +391,7 @@ impl Moments {
             v_mean: vectors("v_sum")?,
             wo: matrices("wo", &|_| 1.0)?,
             sample: Sample {
-                rows: self.meta.calibration.sample_rows as usize,
+                rows: self.meta.sample_rows,
                 q: sample("q")?,
                 k: sample("k")?,
                 v: sample("v")?,
@@ -353,7 +456,7 @@ impl Moments {
     fn prompt_lens(&self) -> Result<Vec<usize>> {
         let lens = self.file.u32(PROMPT_LENS)?;
         let total: u64 = lens.iter().map(|&n| u64::from(n)).sum();
-        let tokens = self.meta.calibration.holdout_tokens;
+        let tokens = self.meta.holdout_tokens as u64;
         if total != tokens || lens.contains(&0) {
             let problem = format!("must be positive and sum to {tokens}, but sums to {total}");
             return Err(self.file.wrong(PROMPT_LENS, problem));
@@ -362,24 +465,21 @@ impl Moments {
     }
 
     fn check_tensors(&self) -> Result<()> {
-        let names = self.file.names();
-        let expected = self.meta.layer_tensors();
-        if names.len() != self.layers() * expected.len() + 1 {
+        let found = self.file.names().len();
+        let tensors = SUMS.len() + ROWS.len();
+        let declared = self.layers() * tensors + 1;
+        if found != declared {
+            let layers = self.layers();
             return Err(Error::invalid(
                 self.path().display(),
-                format!(
-                    "holds {} tensors, not the {} of {} layers",
-                    names.len(),
-                    self.layers() * expected.len() + 1,
-                    self.layers()
-                ),
+                format!("holds {found} tensors, not the {declared} of {layers} layers"),
             ));
         }
         // As many names as expected, and all expected ones there: none is unknown.
         for i in 0..self.layers() {
-            for (name, dtype, shape) in &expected {
-                let name = format!("layers.{i}.{name}");
-                self.file.expect(&name, *dtype, shape)?;
+            for (name, dtype, shape) in self.meta.layer_tensors(i) {
+                self.file
+                    .expect(&format!("layers.{i}.{name}"), dtype, &shape)?;
             }
         }
         self.prompt_lens()?;
@@ -388,32 +488,33 @@ impl Moments {
 }
 
 impl Meta {
-    /// Names (after `layers.{i}.`), dtypes and shapes of the tensors of every layer.
-    fn layer_tensors(&self) -> Vec<(String, Dtype, Vec<usize>)> {
-        let (heads, kv_heads, d) = (self.model.heads, self.model.kv_heads, self.model.head_dim);
-        let mut tensors: Vec<_> = SUMS
-            .iter()
-            .map(|&(name, rank)| {
-                let shape = [kv_heads, d, d][..=rank].to_vec();
-                (name.to_owned(), Dtype::F64, shape)
-            })
-            .collect();
-        for (part, dtype, rows, names) in [
-            ("sample", Dtype::F32, self.calibration.sample_rows, "qkvo"),
-            (
-                "holdout",
-                Dtype::BF16,
-                self.calibration.holdout_tokens,
-                "qkv",
-            ),
-        ] {
-            for name in names.chars() {
-                let heads = if "qo".contains(name) { heads } else { kv_heads };
-                let shape = vec![rows as usize, heads, d];
-                tensors.push((format!("{part}.{name}"), dtype, shape));
+    /// Names (after `layers.{i}.`), dtypes and shapes of the tensors of layer `i`.
+    pub(super) fn layer_tensors(
+        &self,
+        i: usize,
+    ) -> impl Iterator<Item = (&'static str, Dtype, Vec<usize>)> {
+        let Dims {
+            heads,
+            kv_heads,
+            head_dim: d,
+        } = self.dims(i);
+        let sums = SUMS.iter().map(move |&(name, rank)| {
+            let shape = [kv_heads, d, d][..=rank].to_vec();
+            (name, Dtype::F64, shape)
+        });
+        let rows = ROWS.iter().map(move |&name| {
+            let heads = if name.ends_with(['q', 'o']) {
+                heads
+            } else {
+                kv_heads
+            };
+            if name.starts_with("sample") {
+                (name, Dtype::F32, vec![self.sample_rows, heads, d])
+            } else {
+                (name, Dtype::BF16, vec![self.holdout_tokens, heads, d])
             }
-        }
-        tensors
+        });
+        sums.chain(rows)
     }
 
     fn check(&self) -> Result<(), String> {
@@ -423,19 +524,28 @@ impl Meta {
             head_dim,
             layers,
             ..
-        } = self.model;
-        for (name, value) in [
-            ("layers", layers),
+        } = &self.model;
+        for (name, values) in [
             ("heads", heads),
             ("kv_heads", kv_heads),
             ("head_dim", head_dim),
         ] {
-            if value == 0 || value > LARGEST {
-                return Err(format!("`model.{name}` is {value}"));
+            if values.len() != *layers {
+                let found = values.len();
+                return Err(format!("`model.{name}` lists {found} layers, not {layers}"));
+            }
+            if let Some(value) = values.iter().find(|&&x| x == 0 || x > LARGEST) {
+                return Err(format!("`model.{name}` has {value}"));
             }
         }
-        if heads % kv_heads != 0 {
-            return Err(format!("{heads} heads cannot share {kv_heads} KV heads"));
+        if let Some(i) = (0..*layers).find(|&i| heads[i] % kv_heads[i] != 0) {
+            let (heads, kv_heads) = (heads[i], kv_heads[i]);
+            return Err(format!(
+                "{heads} heads of layer {i} cannot share {kv_heads} KV heads"
+            ));
+        }
+        if *layers == 0 {
+            return Err("`model.layers` is 0".to_owned());
         }
         if self.calibration.tokens == 0 {
             return Err("`calibration.tokens` is 0".to_owned());

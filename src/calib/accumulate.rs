@@ -1,0 +1,321 @@
+//! Sums of one layer over the calibration tokens (method.md, section 1), in f64.
+//!
+//! Work is cut into pieces that do not depend on the number of threads, and pieces are added in a fixed order, so
+//! that the sums have the same bits on any machine size.
+
+use half::bf16;
+use rayon::prelude::*;
+
+use super::Dims;
+use super::moments::{Sample, Sums};
+use crate::linalg::{Op, View, matmul};
+use crate::{Error, Result};
+
+/// Rows widened to f64 at a time: with d = 128 they fit the L2 cache.
+const ROWS: usize = 256;
+/// Rows of a piece of the second pass.
+const PIECE: usize = 4096;
+
+/// Adds up one layer, sequence by sequence.
+pub struct Accumulator {
+    sums: Sums,
+    sample_rows: Vec<usize>,
+    sample: Sample,
+    // The second pass weighs all values by the final `qq`.
+    keys: Vec<f32>,
+    values: Vec<f32>,
+}
+
+impl Accumulator {
+    /// Of no tokens yet. `sample_rows`: ascending indices, over all tokens to come, of the rows to keep.
+    pub fn new(dims: Dims, sample_rows: Vec<usize>) -> Self {
+        Self {
+            sums: Sums::zero(dims),
+            sample: Sample::default(),
+            sample_rows,
+            keys: Vec::new(),
+            values: Vec::new(),
+        }
+    }
+
+    /// Adds one packed sequence: q and o (tokens, heads, d), k and v (tokens, kv_heads, d), and `key_weights`
+    /// (tokens, kv_heads) = Σ over the group's queries of S². `layer` names the place in errors.
+    ///
+    /// # Errors
+    /// NaN or infinity in any of them. The sums are then void.
+    ///
+    /// # Panics
+    /// Where lengths do not fit each other.
+    pub fn observe(
+        &mut self,
+        layer: usize,
+        q: &[f32],
+        k: &[f32],
+        v: &[f32],
+        o: &[f32],
+        key_weights: &[f64],
+    ) -> Result<()> {
+        let dims = self.sums.dims;
+        let Dims {
+            heads,
+            kv_heads,
+            head_dim: d,
+        } = dims;
+        let tokens = k.len() / (kv_heads * d);
+        assert!(
+            [q.len(), o.len()] == [tokens * heads * d; 2]
+                && [k.len(), v.len()] == [tokens * kv_heads * d; 2]
+                && key_weights.len() == tokens * kv_heads,
+            "q, k, v, o and key weights of different shapes"
+        );
+        // o comes last: where q, k or v is broken, so is o.
+        for (name, values, heads) in [
+            ("q", q, heads),
+            ("k", k, kv_heads),
+            ("v", v, kv_heads),
+            ("o", o, heads),
+        ] {
+            if let Some(at) = first_non_finite(values) {
+                let (token, head) = (at / (heads * d), at / d % heads);
+                return Err(Error::numeric(
+                    format!("layer {layer}"),
+                    format!(
+                        "`{name}` of head {head} is {} at token {token} of a sequence",
+                        values[at]
+                    ),
+                ));
+            }
+        }
+
+        let sums = &mut self.sums;
+        let mut jobs = Vec::new();
+        {
+            let square = d * d;
+            let mut add = |sum, rows, heads, first, count, weights| {
+                for (head, into) in Vec::from_iter(<[f64]>::chunks_exact_mut(sum, square))
+                    .into_iter()
+                    .enumerate()
+                {
+                    jobs.push(Job {
+                        rows,
+                        heads,
+                        first: head * first,
+                        count,
+                        d,
+                        weights,
+                        kv_head: head,
+                        kv_heads,
+                        into,
+                    });
+                }
+            };
+            let group = dims.group();
+            add(&mut sums.qq[..], q, heads, group, group, None);
+            add(&mut sums.oo[..], o, heads, group, group, None);
+            add(&mut sums.kk[..], k, kv_heads, 1, 1, None);
+            add(&mut sums.vv[..], v, kv_heads, 1, 1, None);
+            add(&mut sums.vsv[..], v, kv_heads, 1, 1, Some(key_weights));
+        }
+        jobs.into_par_iter().for_each(Job::run);
+        add_rows(k, &mut sums.k_sum);
+        add_rows(v, &mut sums.v_sum);
+        for weights in key_weights.chunks_exact(kv_heads) {
+            for (sum, weight) in sums.vsv_weight.iter_mut().zip(weights) {
+                *sum += weight;
+            }
+        }
+
+        let first = sums.tokens;
+        sums.tokens += tokens;
+        self.keys.extend_from_slice(k);
+        self.values.extend_from_slice(v);
+        let from = self.sample_rows.partition_point(|&row| row < first);
+        for &row in self.sample_rows[from..]
+            .iter()
+            .take_while(|&&row| row < first + tokens)
+        {
+            let keep = |into: &mut Vec<f32>, values: &[f32], heads: usize| {
+                let at = (row - first) * heads * d;
+                into.extend_from_slice(&values[at..at + heads * d]);
+            };
+            keep(&mut self.sample.q, q, heads);
+            keep(&mut self.sample.k, k, kv_heads);
+            keep(&mut self.sample.v, v, kv_heads);
+            keep(&mut self.sample.o, o, heads);
+            self.sample.rows += 1;
+        }
+        Ok(())
+    }
+
+    /// The second pass, which weighs every value by its key under the final `qq`: the sums and the sampled rows.
+    pub fn finish(mut self) -> (Sums, Sample) {
+        let Dims {
+            kv_heads,
+            head_dim: d,
+            ..
+        } = self.sums.dims;
+        let row = kv_heads * d;
+        let pieces: Vec<_> = (self.keys.par_chunks(PIECE * row))
+            .zip(self.values.par_chunks(PIECE * row))
+            .flat_map(|(keys, values)| {
+                let qq = &self.sums.qq;
+                (0..kv_heads).into_par_iter().map(move |head| {
+                    let qq = &qq[head * d * d..(head + 1) * d * d];
+                    let weights = sensitivity(keys, head, kv_heads, d, qq);
+                    let mut vwv = vec![0.0; d * d];
+                    let job = Job {
+                        rows: values,
+                        heads: kv_heads,
+                        first: head,
+                        count: 1,
+                        d,
+                        weights: Some(&weights),
+                        kv_head: 0,
+                        kv_heads: 1,
+                        into: &mut vwv,
+                    };
+                    job.run();
+                    (head, weights.iter().sum::<f64>(), vwv)
+                })
+            })
+            .collect();
+        for (head, weight, vwv) in pieces {
+            self.sums.vwv_weight[head] += weight;
+            for (sum, x) in self.sums.vwv[head * d * d..].iter_mut().zip(vwv) {
+                *sum += x;
+            }
+        }
+        (self.sums, self.sample)
+    }
+}
+
+/// Adds Σ over tokens and `count` heads from `first` on of w·xᵀx to one (d, d) sum, w a weight of the KV head.
+struct Job<'a> {
+    /// (tokens, heads, d)
+    rows: &'a [f32],
+    heads: usize,
+    first: usize,
+    count: usize,
+    d: usize,
+    /// (tokens, kv_heads), not negative
+    weights: Option<&'a [f64]>,
+    kv_head: usize,
+    kv_heads: usize,
+    into: &'a mut [f64],
+}
+
+impl Job<'_> {
+    fn run(self) {
+        let Self { d, heads, .. } = self;
+        let mut wide = vec![0.0; ROWS * d];
+        for head in self.first..self.first + self.count {
+            for (block, rows) in self.rows.chunks(ROWS * heads * d).enumerate() {
+                let n = rows.len() / (heads * d);
+                for t in 0..n {
+                    let row = &rows[(t * heads + head) * d..][..d];
+                    // √w on both sides keeps the sum symmetric to the last bit.
+                    let root = self.weights.map_or(1.0, |weights| {
+                        weights[(block * ROWS + t) * self.kv_heads + self.kv_head].sqrt()
+                    });
+                    for (wide, &x) in wide[t * d..][..d].iter_mut().zip(row) {
+                        *wide = root * f64::from(x);
+                    }
+                }
+                let view = View::contiguous(&wide, n, d);
+                matmul(Op::Tn, view, view, self.into, d, true, 1.0, 1.0);
+            }
+        }
+    }
+}
+
+/// k·qq·kᵀ of every token of one KV head; `keys` (tokens, kv_heads, d).
+fn sensitivity(keys: &[f32], head: usize, kv_heads: usize, d: usize, qq: &[f64]) -> Vec<f64> {
+    let mut weights = Vec::with_capacity(keys.len() / (kv_heads * d));
+    let (mut wide, mut image) = (vec![0.0; ROWS * d], vec![0.0; ROWS * d]);
+    for rows in keys.chunks(ROWS * kv_heads * d) {
+        let n = rows.len() / (kv_heads * d);
+        for (t, wide) in wide.chunks_exact_mut(d).take(n).enumerate() {
+            for (wide, &x) in wide.iter_mut().zip(&rows[(t * kv_heads + head) * d..][..d]) {
+                *wide = f64::from(x);
+            }
+        }
+        let (k, qq) = (View::contiguous(&wide, n, d), View::contiguous(qq, d, d));
+        matmul(Op::Nn, k, qq, &mut image, d, false, 0.0, 1.0);
+        let pairs = wide.chunks_exact(d).zip(image.chunks_exact(d)).take(n);
+        // qq is positive semi-definite: what lies below 0 is rounding.
+        weights.extend(pairs.map(|(k, image)| {
+            k.iter()
+                .zip(image)
+                .map(|(x, y)| x * y)
+                .sum::<f64>()
+                .max(0.0)
+        }));
+    }
+    weights
+}
+
+/// Adds rows (tokens, n) to their sum (n).
+fn add_rows(rows: &[f32], sum: &mut [f64]) {
+    for row in rows.chunks_exact(sum.len()) {
+        for (sum, &x) in sum.iter_mut().zip(row) {
+            *sum += f64::from(x);
+        }
+    }
+}
+
+fn first_non_finite(values: &[f32]) -> Option<usize> {
+    // Blocks without a branch inside are vectorised; x·0 is NaN for NaN and infinity.
+    let block = values
+        .chunks(1024)
+        .position(|block| block.iter().map(|x| x * 0.0).sum::<f32>().is_nan())?;
+    values[block * 1024..]
+        .iter()
+        .position(|x| !x.is_finite())
+        .map(|at| block * 1024 + at)
+}
+
+/// Σ over the group's query heads of W_Oᵀ·W_O for every KV head, (kv_heads, d, d), from W_O (hidden, heads · d).
+pub fn output_metric(output_projection: &[f32], dims: Dims) -> Vec<f64> {
+    let Dims {
+        heads,
+        kv_heads,
+        head_dim: d,
+    } = dims;
+    let mut metric = vec![0.0; kv_heads * d * d];
+    let group = dims.group();
+    metric
+        .par_chunks_exact_mut(d * d)
+        .enumerate()
+        .for_each(|(kv_head, into)| {
+            let job = Job {
+                rows: output_projection,
+                heads,
+                first: kv_head * group,
+                count: group,
+                d,
+                weights: None,
+                kv_head,
+                kv_heads,
+                into,
+            };
+            job.run();
+        });
+    metric
+}
+
+/// Whole sequences as a moments file stores them.
+#[derive(Clone, Debug, Default)]
+pub struct HoldoutRows {
+    pub q: Vec<bf16>,
+    pub k: Vec<bf16>,
+    pub v: Vec<bf16>,
+}
+
+impl HoldoutRows {
+    /// Appends one sequence.
+    pub fn extend(&mut self, q: &[f32], k: &[f32], v: &[f32]) {
+        for (into, values) in [(&mut self.q, q), (&mut self.k, k), (&mut self.v, v)] {
+            into.extend(values.iter().map(|&x| bf16::from_f32(x)));
+        }
+    }
+}
