@@ -1,1 +1,3 @@
-//! Attention over cached keys and values.
+//! The KV cache as queries meet it: attention over exact and quantized tokens.
+
+pub mod attention;
