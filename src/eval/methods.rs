@@ -1,0 +1,140 @@
+//! What is evaluated: ways of storing a cache in few bits.
+
+use crate::model::Model;
+use crate::quant::{kivi, turboquant};
+use crate::zoo::Entry;
+use crate::{Error, Result};
+
+pub use crate::zoo::SideName as Side;
+
+/// A lossy store of keys and values.
+pub trait Cache: Send + Sync {
+    /// What queries read back after `rows` were stored: (n, head_dim), consecutive tokens of one prompt and one KV
+    /// head, post-RoPE, in the model's own space.
+    fn roundtrip(&self, layer: usize, kv_head: usize, side: Side, rows: &[f32])
+    -> Result<Vec<f32>>;
+
+    /// Bits a cached number takes at `context_tokens`, scales and exact windows counted.
+    fn bits_per_element(&self, context_tokens: usize, sink: usize, recent: usize) -> f64;
+}
+
+/// A [`Cache`] and its name in reports.
+pub struct EvalMethod {
+    pub name: String,
+    pub cache: Box<dyn Cache>,
+}
+
+impl std::fmt::Debug for EvalMethod {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "EvalMethod({})", self.name)
+    }
+}
+
+impl EvalMethod {
+    /// A zoo entry's cache: transformed, coded, packed; unpacked, decoded, transformed back.
+    pub fn from_entry(_name: impl Into<String>, _entry: &Entry) -> Result<Self> {
+        unimplemented!()
+    }
+
+    /// `kivi`: keys per channel in groups of 128 tokens, values per token, 2 bits.
+    pub fn kivi(head_dim: usize) -> Self {
+        Self {
+            name: "kivi".to_owned(),
+            cache: Box::new(Kivi { head_dim }),
+        }
+    }
+
+    /// `turboquant2` or `turboquant3`: a random rotation, the row's norm, Lloyd–Max levels.
+    ///
+    /// # Errors
+    /// Where `bits` is neither 2 nor 3.
+    pub fn turboquant(head_dim: usize, bits: usize) -> Result<Self> {
+        Ok(Self {
+            name: format!("turboquant{bits}"),
+            cache: Box::new(TurboQuant {
+                head_dim,
+                bits,
+                codec: turboquant::TurboQuant::new(head_dim, bits, 0)?,
+            }),
+        })
+    }
+}
+
+struct Kivi {
+    head_dim: usize,
+}
+
+impl Cache for Kivi {
+    fn roundtrip(&self, _: usize, _: usize, side: Side, rows: &[f32]) -> Result<Vec<f32>> {
+        match side {
+            Side::K => kivi::roundtrip_keys(rows, self.head_dim, 4),
+            Side::V => kivi::roundtrip_values(rows, self.head_dim, 4),
+        }
+    }
+
+    fn bits_per_element(&self, context_tokens: usize, sink: usize, recent: usize) -> f64 {
+        kivi::bits_per_element(2.0, self.head_dim, context_tokens, sink, recent)
+    }
+}
+
+struct TurboQuant {
+    head_dim: usize,
+    bits: usize,
+    codec: turboquant::TurboQuant,
+}
+
+impl Cache for TurboQuant {
+    fn roundtrip(&self, _: usize, _: usize, _: Side, rows: &[f32]) -> Result<Vec<f32>> {
+        self.codec.roundtrip(rows)
+    }
+
+    fn bits_per_element(&self, context_tokens: usize, sink: usize, recent: usize) -> f64 {
+        let bits = self.bits as f64;
+        turboquant::bits_per_element(bits, self.head_dim, context_tokens, sink, recent)
+    }
+}
+
+/// Refuses an entry of another geometry than `model`'s; returns what else differs, for a person to weigh.
+pub fn check_entry(entry: &Entry, model: &Model) -> Result<Vec<String>> {
+    let (ours, config) = (&entry.metadata.model, model.config());
+    let layers = config.num_hidden_layers;
+    let mismatch = |what: &str, entry: &dyn std::fmt::Debug, model: usize| {
+        Error::invalid(
+            format!("entry of `{}`", ours.id),
+            format!("{what} {entry:?} do not fit those of the model, {model}"),
+        )
+        .hint("validate an entry with the model it was calibrated on")
+    };
+    if ours.layers != layers {
+        return Err(mismatch("layers", &ours.layers, layers));
+    }
+    for (what, list, expected) in [
+        ("heads", &ours.heads, config.num_attention_heads),
+        ("KV heads", &ours.kv_heads, config.num_key_value_heads),
+        ("head_dim", &ours.head_dim, config.head_dim),
+    ] {
+        if list.len() != layers || list.iter().any(|&n| n != expected) {
+            return Err(mismatch(what, list, expected));
+        }
+    }
+    if let Some(layer) = (0..layers).find(|layer| !entry.layers.contains_key(layer)) {
+        return Err(Error::invalid(
+            format!("entry of `{}`", ours.id),
+            format!("has no layer {layer}"),
+        ));
+    }
+    let mut differences = Vec::new();
+    if ours.weights_fingerprint != model.weights_fingerprint()? {
+        differences.push(format!(
+            "the entry was calibrated on other weights (`{}`) than those of `{}`",
+            ours.id,
+            model.id()
+        ));
+    } else if ours.config_sha256 != model.config_sha256() {
+        differences.push(format!(
+            "the entry was calibrated with another configuration of `{}`",
+            ours.id
+        ));
+    }
+    Ok(differences)
+}
