@@ -1,6 +1,5 @@
 //! An entry in memory, and `rotations.safetensors` on disk.
 
-use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
 use std::fs;
@@ -155,7 +154,7 @@ impl Entry {
     pub fn open(path: &Path) -> Result<Self> {
         let file = file_of(path);
         let bytes = fs::read(&file).map_err(Error::io("read", &file))?;
-        let (entry, checks) = verify::read(&file, &bytes);
+        let (entry, checks) = verify::read(&bytes);
         let problem = checks.iter().flat_map(|check| &check.problems).next();
         match (entry, problem) {
             (Some(entry), None) => Ok(entry),
@@ -174,7 +173,7 @@ impl Entry {
     pub fn write(&self, folder: &Path, force: bool) -> Result<PathBuf> {
         let file = folder.join(FILE);
         let bytes = self.to_bytes(&file)?;
-        let (_, checks) = verify::read(&file, &bytes);
+        let (_, checks) = verify::read(&bytes);
         if let Some(problem) = checks.iter().flat_map(|check| &check.problems).next() {
             return Err(Error::invalid(file.display(), problem));
         }
@@ -224,9 +223,11 @@ impl Entry {
     fn to_bytes(&self, place: &Path) -> Result<Vec<u8>> {
         let mut metadata = self.metadata.clone();
         let tensors = self.tensors();
-        metadata.content_sha256 = content_sha256(tensors.iter().map(|(name, (shape, data))| {
-            (name.as_str(), shape.as_slice(), Cow::Borrowed(&data[..]))
-        }));
+        metadata.content_sha256 = content_sha256(
+            tensors
+                .iter()
+                .map(|(name, (shape, data))| (name.as_str(), shape.as_slice(), data.as_slice())),
+        );
         let bad = |problem: &dyn fmt::Display| Error::invalid(place.display(), problem);
         let json = canonical_json(&metadata).map_err(|e| bad(&e))?;
         let views = tensors
@@ -304,7 +305,7 @@ pub(super) fn file_of(path: &Path) -> PathBuf {
 /// SHA-256 over tensors in byte order of their names: name, a zero byte, number of dimensions and each dimension as
 /// u64 (little-endian), then the data.
 pub(super) fn content_sha256<'a>(
-    tensors: impl Iterator<Item = (&'a str, &'a [usize], Cow<'a, [u8]>)>,
+    tensors: impl Iterator<Item = (&'a str, &'a [usize], &'a [u8])>,
 ) -> String {
     let mut hasher = Sha256::new();
     for (name, shape, data) in tensors {
@@ -314,7 +315,7 @@ pub(super) fn content_sha256<'a>(
         for &dim in shape {
             hasher.update((dim as u64).to_le_bytes());
         }
-        hasher.update(&data);
+        hasher.update(data);
     }
     files::hex(&hasher.finalize())
 }
@@ -334,6 +335,11 @@ fn canonical_json(metadata: &Metadata) -> serde_json::Result<String> {
     serde_json::to_string(&sorted(serde_json::to_value(metadata)?))
 }
 
+#[derive(serde::Deserialize)]
+struct Schema {
+    schema: u32,
+}
+
 /// The header's `oscar` value, and the schema checked before the rest is read.
 pub(super) fn metadata(bytes: &[u8]) -> Result<Metadata, String> {
     let header = header(bytes)?;
@@ -346,10 +352,6 @@ pub(super) fn metadata(bytes: &[u8]) -> Result<Metadata, String> {
         .as_ref()
         .and_then(|map| map.get("oscar"))
         .ok_or("no `oscar` key in the metadata: not a zoo entry")?;
-    #[derive(serde::Deserialize)]
-    struct Schema {
-        schema: u32,
-    }
     let Schema { schema } =
         serde_json::from_str(json).map_err(|e| format!("metadata key `oscar`: {e}"))?;
     if schema == 0 || schema > SCHEMA {
