@@ -9,6 +9,8 @@ pub mod bit_reversal;
 pub mod eigen;
 pub mod hadamard;
 pub mod oscar;
+mod served;
 
 pub use balanced::{Balanced, balanced};
 pub use oscar::{Rotation, oscar};
+pub use served::Transform;

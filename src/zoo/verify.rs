@@ -182,7 +182,7 @@ fn parse(name: &str) -> Option<Name> {
         _ => return None,
     };
     // `layers.01` would be a second name of layer 1.
-    (words.next().is_none() && number == layer.to_string()).then_some(Name { layer, side, part })
+    (words.next().is_none() && number == layer.to_string()).then_some(Name { layer, part })
 }
 
 /// Names, types and shapes of the tensors that are there.
