@@ -6,8 +6,8 @@
 use half::bf16;
 use rayon::prelude::*;
 
-use super::Dims;
 use super::moments::{Sample, Sums};
+use crate::kv::attention::Dims;
 use crate::linalg::{Op, View, matmul};
 use crate::{Error, Result};
 
@@ -27,14 +27,16 @@ pub struct Accumulator {
 }
 
 impl Accumulator {
-    /// Of no tokens yet. `sample_rows`: ascending indices, over all tokens to come, of the rows to keep.
-    pub fn new(dims: Dims, sample_rows: Vec<usize>) -> Self {
+    /// Of no tokens yet. `tokens`: how many are to come. `sample_rows`: ascending indices among them of the rows to
+    /// keep.
+    pub fn new(dims: Dims, tokens: usize, sample_rows: Vec<usize>) -> Self {
+        let row = dims.kv_heads * dims.head_dim;
         Self {
             sums: Sums::zero(dims),
             sample: Sample::default(),
             sample_rows,
-            keys: Vec::new(),
-            values: Vec::new(),
+            keys: Vec::with_capacity(tokens * row),
+            values: Vec::with_capacity(tokens * row),
         }
     }
 
@@ -68,24 +70,7 @@ impl Accumulator {
                 && key_weights.len() == tokens * kv_heads,
             "q, k, v, o and key weights of different shapes"
         );
-        // o comes last: where q, k or v is broken, so is o.
-        for (name, values, heads) in [
-            ("q", q, heads),
-            ("k", k, kv_heads),
-            ("v", v, kv_heads),
-            ("o", o, heads),
-        ] {
-            if let Some(at) = first_non_finite(values) {
-                let (token, head) = (at / (heads * d), at / d % heads);
-                return Err(Error::numeric(
-                    format!("layer {layer}"),
-                    format!(
-                        "`{name}` of head {head} is {} at token {token} of a sequence",
-                        values[at]
-                    ),
-                ));
-            }
-        }
+        check_finite(layer, dims, q, k, v, o)?;
 
         let sums = &mut self.sums;
         let mut jobs = Vec::new();
@@ -263,6 +248,40 @@ fn add_rows(rows: &[f32], sum: &mut [f64]) {
     }
 }
 
+/// # Errors
+/// NaN or infinity in q, o (tokens, heads, d), k or v (tokens, kv_heads, d).
+pub(super) fn check_finite(
+    layer: usize,
+    dims: Dims,
+    q: &[f32],
+    k: &[f32],
+    v: &[f32],
+    o: &[f32],
+) -> Result<()> {
+    let Dims {
+        heads,
+        kv_heads,
+        head_dim: d,
+    } = dims;
+    // o comes last: where q, k or v is broken, so is o.
+    for (name, values, heads) in [
+        ("q", q, heads),
+        ("k", k, kv_heads),
+        ("v", v, kv_heads),
+        ("o", o, heads),
+    ] {
+        if let Some(at) = first_non_finite(values) {
+            let (token, head) = (at / (heads * d), at / d % heads);
+            let value = values[at];
+            return Err(Error::numeric(
+                format!("layer {layer}"),
+                format!("`{name}` is {value} in head {head} at token {token} of a sequence"),
+            ));
+        }
+    }
+    Ok(())
+}
+
 fn first_non_finite(values: &[f32]) -> Option<usize> {
     // Blocks without a branch inside are vectorised; x·0 is NaN for NaN and infinity.
     let block = values
@@ -317,5 +336,217 @@ impl HoldoutRows {
         for (into, values) in [(&mut self.q, q), (&mut self.k, k), (&mut self.v, v)] {
             into.extend(values.iter().map(|&x| bf16::from_f32(x)));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Device};
+    use rand::{RngExt, SeedableRng};
+
+    use super::*;
+    use crate::kv::attention::{causal, plain};
+
+    fn random(n: usize, seed: u64) -> Vec<f32> {
+        let mut random = rand_chacha::ChaCha8Rng::seed_from_u64(seed);
+        (0..n).map(|_| random.random_range(-1.0f32..1.0)).collect()
+    }
+
+    fn close(name: &str, found: &[f64], expected: &[f64], tolerance: f64) {
+        assert_eq!(found.len(), expected.len(), "{name}");
+        let largest = expected.iter().fold(0.0f64, |a, x| a.max(x.abs()));
+        for (at, (x, y)) in found.iter().zip(expected).enumerate() {
+            assert!(
+                (x - y).abs() <= tolerance * largest,
+                "{name}[{at}]: {x} is not {y}"
+            );
+        }
+    }
+
+    /// Moments of the golden vectors, fed in two sequences, equal those of the reference.
+    #[test]
+    fn golden_moments() {
+        for name in ["d16_mha_bias", "d64_gqa3", "d128_gqa4_bias"] {
+            let path = format!(
+                "{}/tests/fixtures/golden/{name}.safetensors",
+                env!("CARGO_MANIFEST_DIR")
+            );
+            let golden = candle_core::safetensors::load(path, &Device::Cpu).unwrap();
+            let flat = |name: &str| golden[name].flatten_all().unwrap();
+            let f32s = |name: &str| flat(name).to_vec1::<f32>().unwrap();
+            let f64s = |name: &str| {
+                flat(name)
+                    .to_dtype(DType::F64)
+                    .unwrap()
+                    .to_vec1::<f64>()
+                    .unwrap()
+            };
+            let (tokens, heads, d) = golden["q"].dims3().unwrap();
+            let kv_heads = golden["k"].dims()[1];
+            let dims = Dims::new(heads, kv_heads, d).unwrap();
+            let (q, k, v, o) = (f32s("q"), f32s("k"), f32s("v"), f32s("o"));
+
+            let mut accumulator = Accumulator::new(dims, tokens, vec![1, tokens - 1]);
+            let (cut, row, kv_row) = (77, heads * d, kv_heads * d);
+            let weights = vec![1.0; tokens * kv_heads];
+            let (a, b) = (cut * row, cut * kv_row);
+            accumulator
+                .observe(
+                    0,
+                    &q[..a],
+                    &k[..b],
+                    &v[..b],
+                    &o[..a],
+                    &weights[..cut * kv_heads],
+                )
+                .unwrap();
+            accumulator
+                .observe(
+                    0,
+                    &q[a..],
+                    &k[b..],
+                    &v[b..],
+                    &o[a..],
+                    &weights[cut * kv_heads..],
+                )
+                .unwrap();
+            let (sums, sample) = accumulator.finish();
+
+            let (n, g) = (tokens as f64, dims.group() as f64);
+            let mean = |sum: &[f64], count: f64| sum.iter().map(|x| x / count).collect::<Vec<_>>();
+            close("qq", &mean(&sums.qq, n * g), &f64s("moment_qq"), 1e-12);
+            close("kk", &mean(&sums.kk, n), &f64s("moment_kk"), 1e-12);
+            close("vv", &mean(&sums.vv, n), &f64s("moment_vv"), 1e-12);
+            // Unit weights.
+            close("vsv", &mean(&sums.vsv, n), &f64s("moment_vv"), 1e-12);
+            close(
+                "k_mean",
+                &mean(&sums.k_sum, n),
+                &f64s("moment_k_mean"),
+                1e-12,
+            );
+            close(
+                "v_mean",
+                &mean(&sums.v_sum, n),
+                &f64s("moment_v_mean"),
+                1e-12,
+            );
+            // The fixture holds o rounded to f32.
+            close("oo", &mean(&sums.oo, n * g), &f64s("moment_oo"), 1e-6);
+            for (head, weight) in sums.vwv_weight.iter().enumerate() {
+                let square = head * d * d..(head + 1) * d * d;
+                let vwv = mean(&sums.vwv[square.clone()], *weight);
+                close("vwv", &vwv, &f64s("moment_vwv")[square], 1e-12);
+            }
+            assert_eq!(sample.rows, 2);
+            assert_eq!(
+                sample.k,
+                [&k[kv_row..2 * kv_row], &k[(tokens - 1) * kv_row..]].concat()
+            );
+            assert_eq!(
+                sample.o,
+                [&o[row..2 * row], &o[(tokens - 1) * row..]].concat()
+            );
+        }
+    }
+
+    /// vsv and vwv of random rows equal their definitions, whatever the number of threads.
+    #[test]
+    fn weighted_moments_and_threads() {
+        let (tokens, d) = (5000, 8);
+        let dims = Dims::new(4, 2, d).unwrap();
+        let q = random(tokens * 4 * d, 1);
+        let (k, v) = (random(tokens * 2 * d, 2), random(tokens * 2 * d, 3));
+        let prompts = [vec![100; 50]].concat();
+        let run = |threads: usize| {
+            let pool = rayon::ThreadPoolBuilder::new()
+                .num_threads(threads)
+                .build()
+                .unwrap();
+            pool.install(|| {
+                let out = causal(&q, &k, &v, dims, &prompts, true).unwrap();
+                let weights = out.key_weights.unwrap();
+                let mut accumulator = Accumulator::new(dims, tokens, Vec::new());
+                accumulator
+                    .observe(0, &q, &k, &v, &out.o, &weights)
+                    .unwrap();
+                (accumulator.finish().0, weights)
+            })
+        };
+        let (sums, weights) = run(1);
+        assert_eq!(run(3), (sums.clone(), weights.clone()));
+
+        let plain = plain::causal(&q, &k, &v, dims, &prompts, true);
+        close("key weights", &weights, &plain.key_weights.unwrap(), 1e-4);
+        for head in 0..2 {
+            let qq = &sums.qq[head * d * d..(head + 1) * d * d];
+            let (mut vsv, mut vwv) = (vec![0.0; d * d], vec![0.0; d * d]);
+            for t in 0..tokens {
+                let row = |x: &[f32]| -> Vec<f64> {
+                    x[(t * 2 + head) * d..][..d]
+                        .iter()
+                        .map(|&x| f64::from(x))
+                        .collect()
+                };
+                let (k, v) = (row(&k), row(&v));
+                let mut w = 0.0;
+                for i in 0..d {
+                    for j in 0..d {
+                        w += k[i] * qq[i * d + j] * k[j];
+                    }
+                }
+                for i in 0..d {
+                    for j in 0..d {
+                        vsv[i * d + j] += weights[t * 2 + head] * v[i] * v[j];
+                        vwv[i * d + j] += w * v[i] * v[j];
+                    }
+                }
+            }
+            let square = head * d * d..(head + 1) * d * d;
+            close("vsv", &sums.vsv[square.clone()], &vsv, 1e-12);
+            close("vwv", &sums.vwv[square], &vwv, 1e-12);
+        }
+    }
+
+    #[test]
+    fn non_finite_values_are_named() {
+        let dims = Dims::new(2, 1, 4).unwrap();
+        let good = vec![1.0; 3 * 2 * 4];
+        let mut k = vec![1.0; 3 * 4];
+        k[2 * 4 + 1] = f32::NEG_INFINITY;
+        let mut accumulator = Accumulator::new(dims, 3, Vec::new());
+        let error = accumulator
+            .observe(7, &good, &k, &[1.0; 12], &good, &[1.0; 3])
+            .unwrap_err()
+            .to_string();
+        assert_eq!(
+            error,
+            "layer 7: `k` is -inf in head 0 at token 2 of a sequence"
+        );
+    }
+
+    /// δ·metric·δᵀ is the squared error after the output projection.
+    #[test]
+    fn output_metric_is_the_error_after_projection() {
+        let (hidden, d) = (12, 4);
+        let dims = Dims::new(4, 2, d).unwrap();
+        let projection = random(hidden * 4 * d, 5);
+        let metric = output_metric(&projection, dims);
+        let delta = [0.3, -1.0, 0.5, 2.0];
+        // KV head 1 serves query heads 2 and 3.
+        let mut expected = 0.0;
+        for head in 2..4 {
+            for row in projection.chunks(4 * d) {
+                let error: f64 = (0..d)
+                    .map(|i| f64::from(row[head * d + i]) * delta[i])
+                    .sum();
+                expected += error * error;
+            }
+        }
+        let metric = &metric[d * d..];
+        let found: f64 = (0..d * d)
+            .map(|at| delta[at / d] * metric[at] * delta[at % d])
+            .sum();
+        assert!((found - expected).abs() < 1e-12 * expected);
     }
 }

@@ -24,9 +24,10 @@ use nalgebra::{DMatrix, DVector};
 use safetensors::tensor::Dtype;
 use serde::{Deserialize, Serialize};
 
-use super::Dims;
 use super::accumulate::HoldoutRows;
 use super::container::{self, Container, Part, Parts};
+use crate::files::sha256_bytes;
+use crate::kv::attention::Dims;
 use crate::zoo::{Calibration, ModelInfo, Tool};
 use crate::{Error, Result};
 
@@ -148,6 +149,22 @@ impl Sums {
             vwv_weight: zeros(1),
         }
     }
+
+    /// With the names of their tensors.
+    fn named_mut(&mut self) -> [(&'static str, &mut Vec<f64>); 10] {
+        [
+            ("qq", &mut self.qq),
+            ("kk", &mut self.kk),
+            ("oo", &mut self.oo),
+            ("vv", &mut self.vv),
+            ("vsv", &mut self.vsv),
+            ("vwv", &mut self.vwv),
+            ("k_sum", &mut self.k_sum),
+            ("v_sum", &mut self.v_sum),
+            ("vsv_weight", &mut self.vsv_weight),
+            ("vwv_weight", &mut self.vwv_weight),
+        ]
+    }
 }
 
 /// All that a moments file holds of one layer.
@@ -161,6 +178,34 @@ pub struct LayerRecord {
 }
 
 impl LayerRecord {
+    fn merged(shards: &[Moments], i: usize) -> Result<Self> {
+        let mut merged = Self {
+            sums: Sums::zero(shards[0].meta.dims(i)),
+            wo: shards[0].file.f64(&format!("layers.{i}.wo"))?,
+            sample: Sample::default(),
+            holdout: HoldoutRows::default(),
+        };
+        for shard in shards {
+            let sums = &mut merged.sums;
+            sums.tokens += shard.meta.calibration.tokens;
+            for (name, into) in sums.named_mut() {
+                let values = shard.file.f64(&format!("layers.{i}.{name}"))?;
+                for (sum, x) in into.iter_mut().zip(values) {
+                    *sum += x;
+                }
+            }
+            let sample = shard.layer_sample(i)?;
+            merged.sample.rows += sample.rows;
+            merged.sample.q.extend(sample.q);
+            merged.sample.k.extend(sample.k);
+            merged.sample.v.extend(sample.v);
+            merged.sample.o.extend(sample.o);
+            let holdout = shard.holdout(i)?;
+            merged.holdout.extend(&holdout.q, &holdout.k, &holdout.v);
+        }
+        Ok(merged)
+    }
+
     /// The tensors of layer `i`.
     pub(super) fn parts(&self, i: usize) -> Parts<'_> {
         let sums = &self.sums;
@@ -231,6 +276,79 @@ pub(super) fn write_parts<'a>(
         ..meta.clone()
     };
     container::write(path, KEY, container::canonical_json(&meta)?, &parts)
+}
+
+/// Writes the moments of the same model over the tokens of all `shards` to `path`. Sums and counts add exactly;
+/// samples and held-out sequences are joined. Only `vwv` differs from one run over all tokens: each shard weighed its
+/// values by its own `qq`.
+///
+/// # Errors
+/// Fewer than two shards, shards of different models, tokenizers or dtypes, and the same tokens twice.
+pub fn merge(shards: &[Moments], path: &Path) -> Result<()> {
+    let [first, rest @ ..] = shards else {
+        return Err(Error::invalid("merge", "no moments files are given"));
+    };
+    if rest.is_empty() {
+        return Err(Error::invalid("merge", "takes at least two moments files"));
+    }
+    for shard in shards {
+        shard.verify()?;
+    }
+    let mut meta = first.meta.clone();
+    let mut token_ids = vec![first.meta.calibration.token_ids_sha256.clone()];
+    for shard in rest {
+        let (a, b) = (&first.meta, &shard.meta);
+        let refuse = |problem: String| {
+            let (first, other) = (first.path().display(), shard.path().display());
+            Err(Error::invalid(format!("{first} and {other}"), problem))
+        };
+        for (field, same) in [
+            (
+                "models",
+                a.model.weights_fingerprint == b.model.weights_fingerprint
+                    && a.model.config_sha256 == b.model.config_sha256,
+            ),
+            (
+                "layers or heads",
+                (0..a.model.layers.max(b.model.layers))
+                    .all(|i| i < a.model.layers && i < b.model.layers && a.dims(i) == b.dims(i)),
+            ),
+            (
+                "tokenizers",
+                a.calibration.tokenizer_sha256 == b.calibration.tokenizer_sha256,
+            ),
+            ("dtypes", a.calibration.dtype == b.calibration.dtype),
+            (
+                "versions of the computation",
+                a.tool.algorithm == b.tool.algorithm,
+            ),
+        ] {
+            if !same {
+                return refuse(format!("come from different {field}"));
+            }
+        }
+        if token_ids.contains(&b.calibration.token_ids_sha256) {
+            return refuse("hold moments of the same tokens, which would count twice".to_owned());
+        }
+        token_ids.push(b.calibration.token_ids_sha256.clone());
+        let sum = &mut meta.calibration;
+        sum.tokens += b.calibration.tokens;
+        sum.prompts += b.calibration.prompts;
+        sum.seq_len = sum.seq_len.max(b.calibration.seq_len);
+        meta.holdout_tokens += b.holdout_tokens;
+        meta.sample_rows += b.sample_rows;
+    }
+    meta.calibration.token_ids_sha256 = sha256_bytes(token_ids.join("\n").as_bytes());
+    meta.tool.version = env!("CARGO_PKG_VERSION").to_owned();
+
+    let layers = (0..first.layers())
+        .map(|i| LayerRecord::merged(shards, i))
+        .collect::<Result<Vec<_>>>()?;
+    let mut prompt_lens = Vec::new();
+    for shard in shards {
+        prompt_lens.extend(shard.file.u32(PROMPT_LENS)?);
+    }
+    write(path, &meta, &prompt_lens, &layers)
 }
 
 /// Some tokens of the calibration: row-major (rows, heads, d), with kv_heads for k and v.
@@ -377,7 +495,6 @@ impl Moments {
             }
             Ok(means)
         };
-        let sample = |name: &str| self.file.f32(&format!("layers.{i}.sample.{name}"));
         Ok(LayerMoments {
             layer: i,
             tokens: self.meta.calibration.tokens,
@@ -390,13 +507,18 @@ impl Moments {
             k_mean: vectors("k_sum")?,
             v_mean: vectors("v_sum")?,
             wo: matrices("wo", &|_| 1.0)?,
-            sample: Sample {
-                rows: self.meta.sample_rows,
-                q: sample("q")?,
-                k: sample("k")?,
-                v: sample("v")?,
-                o: sample("o")?,
-            },
+            sample: self.layer_sample(i)?,
+        })
+    }
+
+    fn layer_sample(&self, i: usize) -> Result<Sample> {
+        let read = |name: &str| self.file.f32(&format!("layers.{i}.sample.{name}"));
+        Ok(Sample {
+            rows: self.meta.sample_rows,
+            q: read("q")?,
+            k: read("k")?,
+            v: read("v")?,
+            o: read("o")?,
         })
     }
 

@@ -1,0 +1,482 @@
+//! The layer-streamed runner: one layer's weights and all hidden states in memory, whatever the model's size.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use candle_core::{DType, Tensor};
+use rand::SeedableRng;
+use rand_chacha::ChaCha8Rng;
+use serde::Serialize;
+
+use super::accumulate::{Accumulator, HoldoutRows, check_finite, output_metric};
+use super::checkpoint::{Found, Workspace};
+use super::moments::{ALGORITHM, LayerRecord, Meta, SCHEMA};
+use super::progress::Progress;
+use crate::data::Corpus;
+use crate::kv::attention::{Dims, causal};
+use crate::model::{Attention, DecoderLayer, Model, PackedSequence};
+use crate::zoo::{Calibration, ModelInfo, Tool};
+use crate::{Result, interrupt};
+
+/// What [`collect`] writes, and where.
+#[derive(Clone, Debug)]
+pub struct CollectOptions {
+    /// The moments file. Work in progress lies beside it, in `<output>.partial/`.
+    pub output: PathBuf,
+    /// Tokens whose q, k, v, o are kept.
+    pub sample_rows: usize,
+    /// Of the tokenizer that made the token ids.
+    pub tokenizer_sha256: String,
+    /// Start over, whatever lies there.
+    pub fresh: bool,
+}
+
+pub const DEFAULT_SAMPLE_ROWS: usize = 512;
+
+/// What [`collect`] did.
+#[derive(Clone, Debug)]
+pub struct Collected {
+    pub path: PathBuf,
+    /// Finished layers found of an earlier run; all of them where the output was complete.
+    pub resumed_layers: usize,
+    pub timings: Timings,
+}
+
+/// Where the time went.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub struct Timings {
+    /// Waiting for a layer's weights.
+    pub load: Duration,
+    /// The decoder without its attention.
+    pub decoder: Duration,
+    pub attention: Duration,
+    pub accumulate: Duration,
+    /// Layer files, hidden states and the final file.
+    pub write: Duration,
+}
+
+/// Hidden states are kept at most this often, so that a resumed run repeats little.
+const HIDDEN_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Runs all sequences of `corpus` through `model`, a layer at a time, and writes the moments file. Goes on where an
+/// interrupted or killed run of the same inputs stopped; the bytes are those of an unbroken run.
+///
+/// # Errors
+/// [`Error::Interrupted`](crate::Error::Interrupted) after Ctrl-C; inputs that differ from those of the work found
+/// there; NaN or infinity in activations, with layer and place.
+pub fn collect(
+    model: &Model,
+    corpus: &Corpus,
+    options: &CollectOptions,
+    progress: &mut dyn Progress,
+) -> Result<Collected> {
+    let meta = meta(model, corpus, options)?;
+    let layers = meta.model.layers;
+    let mut timings = Timings::default();
+    let workspace = match Workspace::open(&options.output, &meta, options.fresh)? {
+        Found::Work(workspace) => workspace,
+        Found::Complete => {
+            return Ok(Collected {
+                path: options.output.clone(),
+                resumed_layers: layers,
+                timings,
+            });
+        }
+    };
+    let (finished, damaged) = workspace.finished_layers();
+    for i in damaged {
+        progress.note(&format!(
+            "the checkpoint of layer {i} is damaged: computing it again"
+        ));
+    }
+    if let (Some(first), Some(last)) = (
+        finished.iter().position(|done| !done),
+        finished.iter().rposition(|done| !done),
+    ) {
+        let sequences: Vec<_> = corpus.sequences.iter().chain(&corpus.holdout).collect();
+        let kept = workspace.hidden(model.device())?;
+        let (start, hidden) = match kept {
+            Some((at, hidden)) if at <= first && hidden.len() == sequences.len() => (at, hidden),
+            _ => {
+                let embed = |sequence: &&PackedSequence| model.embed(&sequence.token_ids);
+                (0, sequences.iter().map(embed).collect::<Result<_>>()?)
+            }
+        };
+        progress.start(layers, start, corpus.tokens + corpus.holdout_tokens);
+        let mut run = Run {
+            workspace: &workspace,
+            sequences,
+            calibration: corpus.sequences.len(),
+            tokens: corpus.tokens,
+            sample_rows: sample_rows(corpus.tokens, meta.sample_rows, corpus.seed),
+            hidden,
+            hidden_kept: Instant::now(),
+            timings: &mut timings,
+            progress,
+        };
+        let mut waiting = Instant::now();
+        model.for_each_layer(start, |layer| {
+            run.timings.load += waiting.elapsed();
+            let i = layer.index();
+            if i <= last {
+                run.layer(&layer, meta.dims(i), finished[i], i == last)?;
+            }
+            waiting = Instant::now();
+            Ok(())
+        })?;
+    }
+    let prompts = corpus
+        .holdout
+        .iter()
+        .flat_map(|sequence| &sequence.prompt_lens);
+    let prompt_lens: Vec<u32> = prompts.map(|&n| n as u32).collect();
+    let writing = Instant::now();
+    workspace.assemble(&prompt_lens)?;
+    timings.write += writing.elapsed();
+    Ok(Collected {
+        path: options.output.clone(),
+        resumed_layers: finished.iter().filter(|&&done| done).count(),
+        timings,
+    })
+}
+
+/// A run at work.
+struct Run<'a> {
+    workspace: &'a Workspace,
+    /// The first `calibration` enter the moments, the others are held out.
+    sequences: Vec<&'a PackedSequence>,
+    calibration: usize,
+    tokens: usize,
+    sample_rows: Vec<usize>,
+    hidden: Vec<Tensor>,
+    hidden_kept: Instant,
+    timings: &'a mut Timings,
+    progress: &'a mut dyn Progress,
+}
+
+impl Run<'_> {
+    /// Takes the hidden states through one layer; sums and commits it unless `finished`.
+    fn layer(
+        &mut self,
+        layer: &DecoderLayer,
+        dims: Dims,
+        finished: bool,
+        last: bool,
+    ) -> Result<()> {
+        let i = layer.index();
+        let mut observer = Observer {
+            dims,
+            mode: Mode::Forward,
+            accumulator: Accumulator::new(
+                dims,
+                if finished { 0 } else { self.tokens },
+                self.sample_rows.clone(),
+            ),
+            holdout: HoldoutRows::default(),
+            attention: Duration::ZERO,
+            accumulate: Duration::ZERO,
+        };
+        let begin = Instant::now();
+        for (at, sequence) in self.sequences.iter().enumerate() {
+            interrupt::check()?;
+            observer.mode = if finished {
+                Mode::Forward
+            } else if at < self.calibration {
+                Mode::Accumulate
+            } else {
+                Mode::Keep
+            };
+            self.hidden[at] =
+                layer.forward(&self.hidden[at], &sequence.prompt_lens, &mut observer)?;
+            if self.progress.tokens(sequence.token_ids.len()).is_break() {
+                return Err(crate::Error::Interrupted);
+            }
+        }
+        self.timings.decoder += begin.elapsed() - observer.attention - observer.accumulate;
+        self.timings.attention += observer.attention;
+        let Observer {
+            accumulator,
+            holdout,
+            accumulate,
+            ..
+        } = observer;
+        self.timings.accumulate += accumulate;
+        if !finished {
+            let begin = Instant::now();
+            let (sums, sample) = accumulator.finish();
+            let projection = layer.output_projection().to_dtype(DType::F32)?;
+            let projection = projection.flatten_all()?.to_vec1::<f32>()?;
+            let wo = output_metric(&projection, dims);
+            let record = LayerRecord {
+                sums,
+                wo,
+                sample,
+                holdout,
+            };
+            self.timings.accumulate += begin.elapsed();
+            let begin = Instant::now();
+            self.workspace.write_layer(i, &record)?;
+            self.timings.write += begin.elapsed();
+        }
+        if !last && self.hidden_kept.elapsed() >= HIDDEN_INTERVAL {
+            let begin = Instant::now();
+            self.workspace.write_hidden(i + 1, &self.hidden)?;
+            self.hidden_kept = Instant::now();
+            self.timings.write += begin.elapsed();
+        }
+        self.progress.layer_done(i);
+        Ok(())
+    }
+}
+
+/// What to do with the q, k, v of a sequence.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Mode {
+    Forward,
+    Accumulate,
+    Keep,
+}
+
+/// Looks on through the seam of the decoder.
+struct Observer {
+    dims: Dims,
+    mode: Mode,
+    accumulator: Accumulator,
+    holdout: HoldoutRows,
+    attention: Duration,
+    accumulate: Duration,
+}
+
+impl Attention for Observer {
+    fn attend(
+        &mut self,
+        layer: usize,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        prompt_lens: &[usize],
+    ) -> Result<Tensor> {
+        let begin = Instant::now();
+        let floats = |x: &Tensor| -> Result<Vec<f32>> {
+            Ok(x.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
+        };
+        let (q_rows, k_rows, v_rows) = (floats(q)?, floats(k)?, floats(v)?);
+        let observing = self.mode == Mode::Accumulate;
+        let out = causal(&q_rows, &k_rows, &v_rows, self.dims, prompt_lens, observing)?;
+        self.attention += begin.elapsed();
+        let begin = Instant::now();
+        match self.mode {
+            Mode::Forward => {}
+            Mode::Accumulate => {
+                let weights = out.key_weights.as_deref().unwrap_or_default();
+                self.accumulator
+                    .observe(layer, &q_rows, &k_rows, &v_rows, &out.o, weights)?;
+            }
+            Mode::Keep => {
+                check_finite(layer, self.dims, &q_rows, &k_rows, &v_rows, &out.o)?;
+                self.holdout.extend(&q_rows, &k_rows, &v_rows);
+            }
+        }
+        self.accumulate += begin.elapsed();
+        let o = Tensor::from_vec(out.o, q.shape(), &candle_core::Device::Cpu)?;
+        Ok(o.to_device(q.device())?.to_dtype(q.dtype())?)
+    }
+}
+
+/// The same tokens for all layers, ascending.
+fn sample_rows(tokens: usize, rows: usize, seed: u64) -> Vec<usize> {
+    let mut random = ChaCha8Rng::seed_from_u64(seed);
+    let mut rows = rand::seq::index::sample(&mut random, tokens, rows).into_vec();
+    rows.sort_unstable();
+    rows
+}
+
+/// The inputs of a run, as the file will state them.
+fn meta(model: &Model, corpus: &Corpus, options: &CollectOptions) -> Result<Meta> {
+    let config = model.config();
+    let layers = config.num_hidden_layers;
+    Ok(Meta {
+        schema: SCHEMA,
+        model: ModelInfo {
+            id: model.id().to_owned(),
+            revision: model.revision().map(str::to_owned),
+            architecture: config.model_type.clone(),
+            config_sha256: model.config_sha256().to_owned(),
+            weights_fingerprint: model.weights_fingerprint()?,
+            layers,
+            heads: vec![config.num_attention_heads; layers],
+            kv_heads: vec![config.num_key_value_heads; layers],
+            head_dim: vec![config.head_dim; layers],
+        },
+        calibration: Calibration {
+            tokens: corpus.tokens,
+            prompts: corpus.prompts,
+            seq_len: corpus.seq_len,
+            token_ids_sha256: corpus.token_ids_sha256.clone(),
+            tokenizer_sha256: options.tokenizer_sha256.clone(),
+            seed: corpus.seed,
+            dtype: model.dtype().as_str().to_owned(),
+            device: if model.device().is_cpu() {
+                "cpu"
+            } else {
+                "cuda"
+            }
+            .to_owned(),
+        },
+        holdout_tokens: corpus.holdout_tokens,
+        sample_rows: options.sample_rows.min(corpus.tokens),
+        tool: Tool {
+            name: env!("CARGO_PKG_NAME").to_owned(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            algorithm: ALGORITHM,
+        },
+        content_sha256: String::new(),
+    })
+}
+
+/// The size of a calibration, for [`plan`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct CorpusShape {
+    pub tokens: usize,
+    pub holdout_tokens: usize,
+    pub seq_len: usize,
+}
+
+impl From<&Corpus> for CorpusShape {
+    fn from(corpus: &Corpus) -> Self {
+        Self {
+            tokens: corpus.tokens,
+            holdout_tokens: corpus.holdout_tokens,
+            seq_len: corpus.seq_len,
+        }
+    }
+}
+
+/// What a run will take, from the model's headers alone.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Plan {
+    pub architecture: String,
+    pub layers: usize,
+    pub hidden_size: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub dtype: String,
+    #[serde(flatten)]
+    pub corpus: CorpusShape,
+    /// Of the decoder, as stored.
+    pub weights_bytes: u64,
+    /// One layer once loaded.
+    pub layer_bytes: u64,
+    /// Of all sequences.
+    pub hidden_bytes: u64,
+    /// The moments file.
+    pub moments_bytes: u64,
+    /// The most memory at a time, estimated.
+    pub peak_memory_bytes: u64,
+    /// The most disk at a time: the moments file, finished layers and hidden states.
+    pub peak_disk_bytes: u64,
+}
+
+/// Estimates a run of [`collect`] without reading weights.
+pub fn plan(model: &Model, corpus: CorpusShape, options: &CollectOptions) -> Plan {
+    let config = model.config();
+    let (heads, kv_heads, d) = (
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+    );
+    let sizes = model.sizes();
+    let element = model.dtype().size_in_bytes();
+    let CorpusShape {
+        tokens,
+        holdout_tokens,
+        seq_len,
+    } = corpus;
+    let longest = seq_len.min(tokens.max(holdout_tokens));
+    let hidden_bytes = ((tokens + holdout_tokens) * config.hidden_size * element) as u64;
+    let sums = kv_heads * (7 * d * d + 2 * d + 2) * 8;
+    let sample = options.sample_rows.min(tokens) * 2 * (heads + kv_heads) * d * 4;
+    let holdout = holdout_tokens * (heads + 2 * kv_heads) * d * 2;
+    let layer_file = (sums + sample + holdout) as u64;
+    let moments_bytes = layer_file * config.num_hidden_layers as u64;
+    // Keys and values wait for the second pass.
+    let second_pass = (tokens * 2 * kv_heads * d * 4) as u64;
+    // q, k, v, o once as tensors and once as slices; the hidden states of a sequence and their norms; the MLP.
+    let sequence = longest
+        * (2 * 2 * (heads + kv_heads) * d * 4
+            + 4 * config.hidden_size * element
+            + 3 * config.intermediate_size * element);
+    let program = 64 << 20;
+    Plan {
+        architecture: config.model_type.clone(),
+        layers: config.num_hidden_layers,
+        hidden_size: config.hidden_size,
+        heads,
+        kv_heads,
+        head_dim: d,
+        dtype: model.dtype().as_str().to_owned(),
+        corpus,
+        weights_bytes: sizes.stored_bytes,
+        layer_bytes: sizes.layer_bytes,
+        hidden_bytes,
+        moments_bytes,
+        // The next layer loads while one works.
+        peak_memory_bytes: program
+            + 2 * sizes.layer_bytes
+            + hidden_bytes
+            + second_pass
+            + sequence as u64
+            + layer_file,
+        peak_disk_bytes: 2 * moments_bytes + hidden_bytes,
+    }
+}
+
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let size = |bytes: u64| indicatif::BinaryBytes(bytes).to_string();
+        let rows = [
+            (
+                "model",
+                format!(
+                    "{}, {} layers, hidden size {}, {} heads, {} KV heads, head_dim {}",
+                    self.architecture,
+                    self.layers,
+                    self.hidden_size,
+                    self.heads,
+                    self.kv_heads,
+                    self.head_dim
+                ),
+            ),
+            (
+                "tokens",
+                format!(
+                    "{} to calibrate, {} held out, sequences of up to {}",
+                    self.corpus.tokens, self.corpus.holdout_tokens, self.corpus.seq_len
+                ),
+            ),
+            (
+                "weights",
+                format!(
+                    "{} stored, {} a layer once loaded as {}",
+                    size(self.weights_bytes),
+                    size(self.layer_bytes),
+                    self.dtype
+                ),
+            ),
+            ("hidden states", size(self.hidden_bytes)),
+            ("moments file", size(self.moments_bytes)),
+            (
+                "peak memory",
+                format!("about {}", size(self.peak_memory_bytes)),
+            ),
+            ("peak disk", format!("about {}", size(self.peak_disk_bytes))),
+        ];
+        for (i, (name, value)) in rows.iter().enumerate() {
+            let end = if i + 1 < rows.len() { "\n" } else { "" };
+            write!(f, "{name:<14} {value}{end}")?;
+        }
+        Ok(())
+    }
+}
