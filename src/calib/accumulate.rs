@@ -476,7 +476,7 @@ mod tests {
         let (sums, weights) = run(1);
         assert_eq!(run(3), (sums.clone(), weights.clone()));
 
-        let plain = plain::causal(&q, &k, &v, dims, &prompts, true);
+        let plain = plain::causal(&q, &k, &v, dims, &prompts);
         close("key weights", &weights, &plain.key_weights.unwrap(), 1e-4);
         for head in 0..2 {
             let qq = &sums.qq[head * d * d..(head + 1) * d * d];
