@@ -3,6 +3,7 @@
 mod methods;
 pub mod metrics;
 mod report;
+mod simulate;
 mod thresholds;
 mod validate;
 

@@ -1,8 +1,17 @@
+use candle_core::Tensor;
+
 use super::methods::EvalMethod;
-use super::report::Report;
-use crate::Result;
+use super::metrics::{Reference, Totals};
+use super::report::{
+    LayerError, LayerMethodError, MethodScore, Provenance, ReferenceScore, Report, Windows,
+};
+use super::simulate::{Observed, Simulated};
 use crate::data::Corpus;
-use crate::model::Model;
+use crate::model::{Attention, DecoderLayer, LmHead, Model};
+use crate::{Error, Result, interrupt};
+
+/// Rows whose logits stand in memory at once, of the reference and of one method.
+const LOGIT_ROWS: usize = 128;
 
 /// How to evaluate.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -31,7 +40,8 @@ impl Default for EvalOptions {
 /// How far an evaluation is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Step<'a> {
-    /// Tokens times layers times streams done, of `total`; the head counts as one layer.
+    /// Tokens that ran through a layer of a stream (the reference's, and one a method), of `total`. The head counts
+    /// as one more layer.
     pub done: u64,
     pub total: u64,
     /// Such as `layer 3 of 30`.
@@ -39,14 +49,271 @@ pub struct Step<'a> {
 }
 
 /// Runs `corpus` (each prompt one window) through `model`, once at full precision and once a method, and measures how
-/// far their next-token distributions part. Every query reads the first `sink` and the latest `recent` tokens exactly
-/// and all others through the method's cache; a method's error travels through its own hidden states.
+/// far their next-token distributions part. Every query reads the first `sink` and the latest `recent` tokens of its
+/// prompt exactly and all others through the method's cache; a method's error travels through its own hidden states.
+///
+/// Weights are loaded a layer at a time. Memory: hidden states of methods + 1 streams, one layer, and one window's
+/// queries, keys and values.
+///
+/// # Errors
+/// Where no window is longer than `sink` + `recent`, two methods share a name, the model or a method gives logits
+/// that are not finite, or the run is interrupted.
 pub fn validate(
-    _model: &Model,
-    _corpus: &Corpus,
-    _methods: &[EvalMethod],
-    _options: &EvalOptions,
-    _progress: &mut dyn FnMut(Step),
+    model: &Model,
+    corpus: &Corpus,
+    methods: &[EvalMethod],
+    options: &EvalOptions,
+    progress: &mut dyn FnMut(Step),
 ) -> Result<Report> {
-    unimplemented!()
+    let windows = Windows {
+        sink: options.sink,
+        recent: options.recent,
+    };
+    let context = check(corpus, methods, windows)?;
+    let layers = model.config().num_hidden_layers;
+    let streams = methods.len() + 1;
+    let mut progress = Meter {
+        report: progress,
+        done: 0,
+        total: (corpus.tokens * streams * (layers + 1)) as u64,
+    };
+
+    let embedded = corpus
+        .sequences
+        .iter()
+        .map(|sequence| model.embed(&sequence.token_ids))
+        .collect::<Result<Vec<_>>>()?;
+    let mut hidden = vec![embedded; streams];
+    let mut errors = Vec::new();
+    model.for_each_layer(0, |layer| {
+        let what = format!("layer {} of {layers}", layer.index() + 1);
+        let mut observed = Observed {
+            methods,
+            windows,
+            queries: options.probe_queries,
+            errors: Vec::new(),
+            prompts: 0,
+        };
+        let (reference, others) = hidden.split_at_mut(1);
+        push(&layer, corpus, &mut reference[0], &mut observed, &mut |n| {
+            progress.add(n, &what)
+        })?;
+        errors.extend(layer_error(layer.index(), &observed));
+        for (method, hidden) in methods.iter().zip(others) {
+            let mut simulated = Simulated {
+                cache: method.cache.as_ref(),
+                windows,
+            };
+            push(&layer, corpus, hidden, &mut simulated, &mut |n| {
+                progress.add(n, &what)
+            })
+            .map_err(|e| of_method(e, &method.name))?;
+        }
+        Ok(())
+    })?;
+
+    let scores = score(
+        &model.head()?,
+        corpus,
+        methods,
+        windows,
+        &hidden,
+        &mut progress,
+    )?;
+    Ok(Report {
+        tokens: corpus.tokens,
+        context,
+        positions: scores.positions,
+        windows,
+        provenance: Provenance {
+            model: model.id().to_owned(),
+            revision: model.revision().map(str::to_owned),
+            weights_fingerprint: model.weights_fingerprint()?,
+            token_ids_sha256: corpus.token_ids_sha256.clone(),
+            entry_sha256: options.entry_sha256.clone(),
+        },
+        reference: ReferenceScore {
+            perplexity: (scores.reference_nll / scores.positions as f64).exp(),
+        },
+        methods: methods
+            .iter()
+            .zip(&scores.methods)
+            .map(|(method, totals)| {
+                let bits = |context| {
+                    let Windows { sink, recent } = windows;
+                    method.cache.bits_per_element(context, sink, recent)
+                };
+                MethodScore {
+                    name: method.name.clone(),
+                    bits_per_element: bits(context),
+                    bits_per_element_128k: bits(128 << 10),
+                    kl: totals.kl(),
+                    kl_stderr: totals.kl_stderr(),
+                    perplexity: totals.perplexity(),
+                    top1: totals.top1(),
+                }
+            })
+            .collect(),
+        layers: errors,
+    })
+}
+
+struct Meter<'a> {
+    report: &'a mut dyn FnMut(Step),
+    done: u64,
+    total: u64,
+}
+
+impl Meter<'_> {
+    fn add(&mut self, tokens: usize, what: &str) -> Result<()> {
+        self.done += tokens as u64;
+        (self.report)(Step {
+            done: self.done,
+            total: self.total,
+            what,
+        });
+        interrupt::check()
+    }
+}
+
+/// The longest prompt's tokens.
+fn check(corpus: &Corpus, methods: &[EvalMethod], windows: Windows) -> Result<usize> {
+    for (i, method) in methods.iter().enumerate() {
+        if methods[..i].iter().any(|other| other.name == method.name) {
+            return Err(Error::invalid(
+                format!("method `{}`", method.name),
+                "is evaluated twice",
+            ));
+        }
+    }
+    let lens = corpus.sequences.iter().flat_map(|s| &s.prompt_lens);
+    let context = lens.copied().max().unwrap_or(0);
+    let exact = windows.sink + windows.recent;
+    if measured(context, windows) == 0 {
+        return Err(Error::invalid(
+            "evaluation data",
+            format!(
+                "no window is longer than the {exact} tokens that stay exact (the longest has {context}), so nothing \
+                 would be read quantized"
+            ),
+        )
+        .hint(format!("raise `--seq-len` above {}", exact + 1)));
+    }
+    Ok(context)
+}
+
+/// Positions of a prompt that read quantized tokens and have a next token.
+fn measured(prompt_len: usize, windows: Windows) -> usize {
+    prompt_len.saturating_sub(1 + windows.sink + windows.recent)
+}
+
+/// Names the method at fault, but for interruptions and the like.
+fn of_method(error: Error, name: &str) -> Error {
+    match error {
+        Error::Numeric { place, problem } => Error::Numeric {
+            place: format!("method `{name}`, {place}"),
+            problem,
+        },
+        other => other,
+    }
+}
+
+/// Runs every sequence of one stream through `layer`.
+fn push(
+    layer: &DecoderLayer,
+    corpus: &Corpus,
+    hidden: &mut [Tensor],
+    attention: &mut dyn Attention,
+    done: &mut dyn FnMut(usize) -> Result<()>,
+) -> Result<()> {
+    for (hidden, sequence) in hidden.iter_mut().zip(&corpus.sequences) {
+        *hidden = layer.forward(hidden, &sequence.prompt_lens, attention)?;
+        done(sequence.token_ids.len())?;
+    }
+    Ok(())
+}
+
+fn layer_error(layer: usize, observed: &Observed) -> Option<LayerError> {
+    if observed.prompts == 0 {
+        return None;
+    }
+    let prompts = observed.prompts as f64;
+    let methods = observed
+        .methods
+        .iter()
+        .zip(&observed.errors)
+        .map(|(method, heads)| LayerMethodError {
+            name: method.name.clone(),
+            logit_error: heads.iter().map(|(x, _)| (x / prompts).sqrt()).collect(),
+            output_error: heads.iter().map(|(_, x)| (x / prompts).sqrt()).collect(),
+        })
+        .collect();
+    Some(LayerError { layer, methods })
+}
+
+struct Scores {
+    reference_nll: f64,
+    positions: usize,
+    methods: Vec<Totals>,
+}
+
+fn score(
+    head: &LmHead,
+    corpus: &Corpus,
+    methods: &[EvalMethod],
+    windows: Windows,
+    hidden: &[Vec<Tensor>],
+    progress: &mut Meter,
+) -> Result<Scores> {
+    let mut scores = Scores {
+        reference_nll: 0.0,
+        positions: 0,
+        methods: vec![Totals::default(); methods.len()],
+    };
+    let logits = |stream: usize, sequence: usize, start: usize, rows: usize| -> Result<_> {
+        let logits = head.logits(&hidden[stream][sequence].narrow(0, start, rows)?)?;
+        let vocab = logits.dim(1)?;
+        Ok((logits.flatten_all()?.to_vec1::<f32>()?, vocab))
+    };
+    for (index, sequence) in corpus.sequences.iter().enumerate() {
+        let mut prompt_start = 0;
+        for &len in &sequence.prompt_lens {
+            let positions = measured(len, windows);
+            let first = prompt_start + windows.sink + windows.recent;
+            prompt_start += len;
+            let mut window = vec![Vec::with_capacity(positions); methods.len()];
+            for start in (first..first + positions).step_by(LOGIT_ROWS) {
+                let rows = LOGIT_ROWS.min(first + positions - start);
+                let targets = &sequence.token_ids[start + 1..=start + rows];
+                let not_finite = |whose: &str| {
+                    Error::numeric(
+                        format!(
+                            "{whose}, window {}, tokens {start} to {}",
+                            index + 1,
+                            start + rows - 1
+                        ),
+                        "logits are not finite",
+                    )
+                };
+                let (full, vocab) = logits(0, index, start, rows)?;
+                let reference =
+                    Reference::new(&full, vocab).ok_or_else(|| not_finite("full precision"))?;
+                scores.reference_nll += reference.nll(targets).iter().sum::<f64>();
+                for (i, method) in methods.iter().enumerate() {
+                    let (quantized, _) = logits(i + 1, index, start, rows)?;
+                    let compared = reference
+                        .compare(&quantized, targets)
+                        .ok_or_else(|| not_finite(&format!("method `{}`", method.name)))?;
+                    window[i].extend(compared);
+                }
+                interrupt::check()?;
+            }
+            scores.positions += positions;
+            for (totals, window) in scores.methods.iter_mut().zip(&window) {
+                totals.add_window(window);
+            }
+        }
+        progress.add(sequence.token_ids.len() * (methods.len() + 1), "logits")?;
+    }
+    Ok(scores)
 }

@@ -1,0 +1,288 @@
+//! The decoder's attention as a quantized cache serves it, and the error that each layer's cache makes by itself.
+
+use std::ops::Range;
+
+use candle_core::{DType, Device, Tensor};
+
+use super::methods::{Cache, EvalMethod, Side};
+use super::report::Windows;
+use crate::kv::attention::{self, Dims, Probe};
+use crate::linalg::parallel;
+use crate::model::Attention;
+use crate::{Error, Result};
+
+/// q (tokens, heads, head_dim), k and v (tokens, kv_heads, head_dim) of one packed sequence of one layer, on the CPU.
+struct Heads<'a> {
+    layer: usize,
+    q: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+    dims: Dims,
+    prompt_lens: &'a [usize],
+}
+
+impl<'a> Heads<'a> {
+    fn new(
+        layer: usize,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        prompt_lens: &'a [usize],
+    ) -> Result<Self> {
+        let floats = |x: &Tensor| -> Result<Vec<f32>> {
+            Ok(x.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
+        };
+        let (_, heads, head_dim) = q.dims3()?;
+        Ok(Self {
+            layer,
+            dims: Dims::new(heads, k.dim(1)?, head_dim)?,
+            q: floats(q)?,
+            k: floats(k)?,
+            v: floats(v)?,
+            prompt_lens,
+        })
+    }
+
+    /// Where each prompt stands.
+    fn prompts(&self) -> Vec<Range<usize>> {
+        let mut start = 0;
+        let place = |&len| {
+            start += len;
+            start - len..start
+        };
+        self.prompt_lens.iter().map(place).collect()
+    }
+
+    /// Keys and values as `cache` gives them back; tokens that no query reads from it are exact.
+    fn read_back(&self, cache: &dyn Cache, windows: Windows) -> Result<(Vec<f32>, Vec<f32>)> {
+        let (kv_heads, d) = (self.dims.kv_heads, self.dims.head_dim);
+        let mut tasks = Vec::new();
+        for prompt in self.prompts() {
+            let history = prompt.start + windows.sink..prompt.end.saturating_sub(windows.recent);
+            if !history.is_empty() {
+                for head in 0..kv_heads {
+                    tasks.extend([Side::K, Side::V].map(|side| (side, head, history.clone())));
+                }
+            }
+        }
+        let exact = |side| match side {
+            Side::K => &self.k,
+            Side::V => &self.v,
+        };
+        let stored = parallel(tasks.len(), |i| {
+            let (side, head, history) = &tasks[i];
+            let rows = head_rows(exact(*side), kv_heads, d, *head, history.clone());
+            let back = cache.roundtrip(self.layer, *head, *side, &rows)?;
+            if back.len() == rows.len() {
+                return Ok(back);
+            }
+            Err(Error::invalid(
+                format!("layer {} {side}, KV head {head}", self.layer),
+                format!(
+                    "the cache gave back {} values of {}",
+                    back.len(),
+                    rows.len()
+                ),
+            ))
+        });
+        let (mut k, mut v) = (self.k.clone(), self.v.clone());
+        for ((side, head, history), rows) in tasks.into_iter().zip(stored) {
+            let into = match side {
+                Side::K => &mut k,
+                Side::V => &mut v,
+            };
+            for (t, row) in history.zip(rows?.chunks_exact(d)) {
+                into[(t * kv_heads + head) * d..][..d].copy_from_slice(row);
+            }
+        }
+        Ok((k, v))
+    }
+
+    fn tensor(&self, o: Vec<f32>, like: &Tensor) -> Result<Tensor> {
+        let o = Tensor::from_vec(o, like.shape(), &Device::Cpu)?;
+        debug_assert_eq!(
+            o.dims(),
+            [like.dims()[0], self.dims.heads, self.dims.head_dim]
+        );
+        Ok(o.to_device(like.device())?.to_dtype(like.dtype())?)
+    }
+}
+
+/// Rows (range, d) of head `head` of `x` (tokens, heads, d).
+fn head_rows(x: &[f32], heads: usize, d: usize, head: usize, range: Range<usize>) -> Vec<f32> {
+    let mut rows = Vec::with_capacity(range.len() * d);
+    for t in range {
+        rows.extend_from_slice(&x[(t * heads + head) * d..][..d]);
+    }
+    rows
+}
+
+/// Attention through one method's cache.
+pub(super) struct Simulated<'a> {
+    pub cache: &'a dyn Cache,
+    pub windows: Windows,
+}
+
+impl Attention for Simulated<'_> {
+    fn attend(
+        &mut self,
+        layer: usize,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        prompt_lens: &[usize],
+    ) -> Result<Tensor> {
+        let heads = Heads::new(layer, q, k, v, prompt_lens)?;
+        let (k_hat, v_hat) = heads.read_back(self.cache, self.windows)?;
+        let Windows { sink, recent } = self.windows;
+        let o = attention::windowed(
+            &heads.q,
+            &heads.k,
+            &heads.v,
+            &k_hat,
+            &v_hat,
+            heads.dims,
+            prompt_lens,
+            sink,
+            recent,
+        )?;
+        heads.tensor(o, q)
+    }
+}
+
+/// Exact attention that also asks what each method's cache would have changed at sampled queries of this layer.
+pub(super) struct Observed<'a> {
+    pub methods: &'a [EvalMethod],
+    pub windows: Windows,
+    /// Queries a prompt; 0 for none.
+    pub queries: usize,
+    /// By method and query head: sums of relative squared errors of logits and of output,
+    pub errors: Vec<Vec<(f64, f64)>>,
+    /// over as many prompts.
+    pub prompts: usize,
+}
+
+impl Attention for Observed<'_> {
+    fn attend(
+        &mut self,
+        layer: usize,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        prompt_lens: &[usize],
+    ) -> Result<Tensor> {
+        let heads = Heads::new(layer, q, k, v, prompt_lens)?;
+        if self.queries > 0 && !self.methods.is_empty() {
+            self.observe(&heads)?;
+        }
+        let o = attention::causal(&heads.q, &heads.k, &heads.v, heads.dims, prompt_lens, false)?;
+        heads.tensor(o.o, q)
+    }
+}
+
+impl Observed<'_> {
+    fn observe(&mut self, heads: &Heads) -> Result<()> {
+        let Windows { sink, recent } = self.windows;
+        let Dims {
+            heads: n,
+            kv_heads,
+            head_dim: d,
+        } = heads.dims;
+        let hats = self
+            .methods
+            .iter()
+            .map(|method| heads.read_back(method.cache.as_ref(), self.windows))
+            .collect::<Result<Vec<_>>>()?;
+        self.errors.resize(self.methods.len(), Vec::new());
+        for prompt in heads.prompts() {
+            let positions = sampled(sink + recent..prompt.len(), self.queries);
+            if positions.is_empty() {
+                continue;
+            }
+            let measured = parallel(n, |head| {
+                let kv = |x: &[f32]| {
+                    head_rows(x, kv_heads, d, head / heads.dims.group(), prompt.clone())
+                };
+                let (k, v) = (kv(&heads.k), kv(&heads.v));
+                let q: Vec<f32> = positions
+                    .iter()
+                    .flat_map(|&i| &heads.q[((prompt.start + i) * n + head) * d..][..d])
+                    .copied()
+                    .collect();
+                let probe = Probe::new(&q, &k, &v, d, &positions, sink, recent)?;
+                hats.iter()
+                    .map(|(k_hat, v_hat)| probe.error(Some(&kv(k_hat)), Some(&kv(v_hat))))
+                    .collect::<Result<Vec<_>>>()
+            });
+            for (head, methods) in measured.into_iter().enumerate() {
+                for (sums, error) in self.errors.iter_mut().zip(methods?) {
+                    sums.resize(n, (0.0, 0.0));
+                    sums[head].0 += error.logits;
+                    sums[head].1 += error.output;
+                }
+            }
+            self.prompts += 1;
+        }
+        Ok(())
+    }
+}
+
+/// Up to `n` positions spread evenly over `range`, ascending.
+fn sampled(range: Range<usize>, n: usize) -> Vec<usize> {
+    let n = n.min(range.len());
+    (0..n)
+        .map(|i| range.start + (2 * i + 1) * range.len() / (2 * n))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Adds its position in the row to every stored number, so that tests see what was stored.
+    struct Marked;
+
+    impl Cache for Marked {
+        fn roundtrip(&self, _: usize, head: usize, side: Side, rows: &[f32]) -> Result<Vec<f32>> {
+            let mark = if side == Side::K { 100.0 } else { 200.0 };
+            Ok(rows.iter().map(|x| x + mark + head as f32).collect())
+        }
+
+        fn bits_per_element(&self, _: usize, _: usize, _: usize) -> f64 {
+            2.0
+        }
+    }
+
+    #[test]
+    fn only_tokens_that_leave_the_windows_go_through_the_cache() {
+        let (kv_heads, d, prompt_lens) = (2, 4, [7, 2, 5]);
+        let x: Vec<f32> = (0..14 * kv_heads * d).map(|i| i as f32).collect();
+        let heads = Heads {
+            layer: 0,
+            q: x.clone(),
+            k: x.clone(),
+            v: x.clone(),
+            dims: Dims::new(2, kv_heads, d).unwrap(),
+            prompt_lens: &prompt_lens,
+        };
+        let windows = Windows { sink: 1, recent: 3 };
+        let (k, v) = heads.read_back(&Marked, windows).unwrap();
+        for t in 0..14 {
+            // Of prompts 0..7, 7..9 and 9..14.
+            let history = matches!(t, 1..4 | 10);
+            for head in 0..kv_heads {
+                let at = (t * kv_heads + head) * d;
+                let mark = |side: f32| if history { side + head as f32 } else { 0.0 };
+                assert_eq!(k[at] - x[at], mark(100.0), "token {t} head {head}");
+                assert_eq!(v[at + 3] - x[at + 3], mark(200.0), "token {t} head {head}");
+            }
+        }
+    }
+
+    #[test]
+    fn samples_are_ascending_and_inside() {
+        assert_eq!(sampled(320..4096, 2), [1264, 3152]);
+        assert_eq!(sampled(3..6, 64), [3, 4, 5]);
+        assert!(sampled(9..5, 4).is_empty());
+    }
+}
