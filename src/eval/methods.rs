@@ -1,8 +1,11 @@
 //! What is evaluated: ways of storing a cache in few bits.
 
+use std::collections::BTreeMap;
+
 use crate::model::Model;
-use crate::quant::{kivi, turboquant};
-use crate::zoo::Entry;
+use crate::quant::{self, Codec, kivi, turboquant};
+use crate::rotation::Transform;
+use crate::zoo::{self, Entry, Layer, Quantizer};
 use crate::{Error, Result};
 
 pub use crate::zoo::SideName as Side;
@@ -32,8 +35,14 @@ impl std::fmt::Debug for EvalMethod {
 
 impl EvalMethod {
     /// A zoo entry's cache: transformed, coded, packed; unpacked, decoded, transformed back.
-    pub fn from_entry(_name: impl Into<String>, _entry: &Entry) -> Result<Self> {
-        unimplemented!()
+    ///
+    /// # Errors
+    /// Where the entry's codec is unknown, or a layer's tensors do not fit each other.
+    pub fn from_entry(name: impl Into<String>, entry: &Entry) -> Result<Self> {
+        Ok(Self {
+            name: name.into(),
+            cache: Box::new(Served::new(entry)?),
+        })
     }
 
     /// `kivi`: keys per channel in groups of 128 tokens, values per token, 2 bits.
@@ -57,6 +66,95 @@ impl EvalMethod {
                 codec: turboquant::TurboQuant::new(head_dim, bits, 0)?,
             }),
         })
+    }
+}
+
+struct Served {
+    bits: u32,
+    group: usize,
+    /// By layer, then KV head: of keys and of values.
+    layers: BTreeMap<usize, Vec<[Transform; 2]>>,
+}
+
+impl Served {
+    fn new(entry: &Entry) -> Result<Self> {
+        let Quantizer {
+            bits, group, codec, ..
+        } = &entry.metadata.quantizer;
+        if codec != "uniform" || !(1..=8).contains(bits) {
+            return Err(Error::invalid(
+                format!("entry of `{}`", entry.metadata.model.id),
+                format!("this version knows no codec `{codec}` of {bits} bits"),
+            ));
+        }
+        let layer = |(&index, layer): (&usize, &Layer)| {
+            let kv_heads = entry.metadata.model.kv_heads.get(index);
+            let heads = (0..kv_heads.copied().unwrap_or(0))
+                .map(|head| {
+                    let transform = |side: Side, part: &zoo::Side| {
+                        let place = || format!("layer {index} {side}, KV head {head}");
+                        let part = part
+                            .for_head(head)
+                            .ok_or_else(|| Error::invalid(place(), "has no transform"))?;
+                        let codec = Codec {
+                            head_dim: layer.head_dim,
+                            levels: 1 << bits,
+                            group: *group,
+                            clip: f64::from(part.clip),
+                            feedback: part.feedback.map(<[f32]>::to_vec),
+                        };
+                        Transform::new(
+                            part.encode.to_vec(),
+                            part.back(side, layer.head_dim),
+                            part.mean.map(<[f32]>::to_vec),
+                            codec,
+                        )
+                    };
+                    Ok([transform(Side::K, &layer.k)?, transform(Side::V, &layer.v)?])
+                })
+                .collect::<Result<_>>()?;
+            Ok((index, heads))
+        };
+        Ok(Self {
+            bits: *bits,
+            group: *group,
+            layers: entry.layers.iter().map(layer).collect::<Result<_>>()?,
+        })
+    }
+}
+
+impl Cache for Served {
+    fn roundtrip(
+        &self,
+        layer: usize,
+        kv_head: usize,
+        side: Side,
+        rows: &[f32],
+    ) -> Result<Vec<f32>> {
+        let [k, v] = self
+            .layers
+            .get(&layer)
+            .and_then(|heads| heads.get(kv_head))
+            .ok_or_else(|| {
+                Error::invalid(
+                    format!("layer {layer}, KV head {kv_head}"),
+                    "the entry has no transform for it",
+                )
+            })?;
+        match side {
+            Side::K => k.roundtrip(rows),
+            Side::V => v.roundtrip(rows),
+        }
+    }
+
+    fn bits_per_element(&self, context_tokens: usize, sink: usize, recent: usize) -> f64 {
+        quant::bits_per_element(
+            f64::from(self.bits),
+            self.group,
+            context_tokens,
+            sink,
+            recent,
+        )
     }
 }
 
