@@ -304,7 +304,7 @@ fn a_cache_that_loses_nothing_changes_nothing() {
     let score = &report.methods[0];
     assert!(score.kl.abs() < 1e-8, "{}", score.kl);
     assert!((score.perplexity / report.reference.perplexity - 1.0).abs() < 1e-4);
-    assert_eq!(score.top1, 1.0);
+    assert!(score.top1 > 0.999);
     assert_eq!(score.kl_stderr, None, "one window has no spread");
 }
 

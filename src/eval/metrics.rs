@@ -102,7 +102,7 @@ fn argmax(row: &[f32]) -> Option<(usize, f32)> {
     let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     // A sum of finite f32 in f64 is finite; NaN and infinities carry through, which `max` ignores.
     let finite = row.iter().map(|&x| f64::from(x)).sum::<f64>().is_finite();
-    let argmax = row.iter().position(|&x| x == max)?;
+    let argmax = row.iter().position(|&x| x >= max)?;
     finite.then_some((argmax, max))
 }
 
