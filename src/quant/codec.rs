@@ -248,8 +248,8 @@ impl<T: Real> Block<T> {
                 .zip(zero.chunks_exact_mut(groups))
                 .enumerate()
             {
-                let high = high[lane].at_most(threshold[lane]);
-                let low = low[lane].at_least(-threshold[lane]);
+                let clipped = |x: T| x.at_most(threshold[lane]).at_least(-threshold[lane]);
+                let (low, high) = (clipped(low[lane]), clipped(high[lane]));
                 scale[at] = ((high - low) / steps)
                     .at_least(T::from_f64(MIN_SCALE))
                     .to_bf16();
@@ -304,4 +304,273 @@ fn code<T: Real>(x: T, scale: T, zero: T, top: T) -> i32 {
         .at_least(T::default())
         .at_most(top)
         .to_i32()
+}
+
+#[cfg(test)]
+mod tests {
+    use nalgebra::DMatrix;
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::quant::turboquant::random_orthogonal;
+    use crate::quant::{feedback_matrix, row_major};
+
+    /// The definition, a row at a time.
+    fn plain<T: Real>(codec: &Codec<T>, rows: &[T]) -> Encoded {
+        let d = codec.head_dim;
+        let top = codec.levels as i32 - 1;
+        let (mut codes, mut scales, mut zeros) = (vec![], vec![], vec![]);
+        for row in rows.chunks(d) {
+            let mut sorted: Vec<T> = row.iter().map(|x| x.abs()).collect();
+            sorted.sort_by(|a, b| a.partial_cmp(b).unwrap());
+            let t = sorted[((codec.clip * d as f64) as usize).min(d - 1)];
+            let clipped: Vec<T> = row.iter().map(|x| x.at_most(t).at_least(-t)).collect();
+            let first = scales.len();
+            for group in clipped.chunks(codec.group) {
+                let low = group.iter().fold(group[0], |a, &b| a.at_most(b));
+                let high = group.iter().fold(group[0], |a, &b| a.at_least(b));
+                let scale = ((high - low) / T::from_i32(top))
+                    .at_least(T::from_f64(1e-8))
+                    .to_bf16();
+                scales.push(scale);
+                zeros.push((-low / T::from_bf16(scale)).to_bf16());
+            }
+            let mut rest = match codec.feedback {
+                Some(_) => row.to_vec(),
+                None => clipped,
+            };
+            for i in 0..d {
+                let scale = T::from_bf16(scales[first + i / codec.group]);
+                let zero = T::from_bf16(zeros[first + i / codec.group]);
+                let x = rest[i] / scale + zero + T::from_f64(0.5);
+                let code = (x.to_f32().floor() as i32).clamp(0, top);
+                codes.push(code as u8);
+                if let Some(f) = &codec.feedback {
+                    let error = rest[i] - (T::from_i32(code) - zero) * scale;
+                    for j in i + 1..d {
+                        rest[j] = rest[j] - error * f[i * d + j];
+                    }
+                }
+            }
+        }
+        Encoded {
+            head_dim: d,
+            levels: codec.levels,
+            group: codec.group,
+            codes,
+            scale: scales,
+            zero: zeros,
+        }
+    }
+
+    fn values(n: usize, seed: u64) -> Vec<f32> {
+        let d = (n as f64).sqrt().ceil() as usize;
+        let mut values = row_major::<f32>(&random_orthogonal(d.max(2), seed));
+        values.truncate(n);
+        for x in values.iter_mut().step_by(13) {
+            *x *= 6.0;
+        }
+        values
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn sweeps_equal_the_definition(
+            (head_dim, group) in prop::sample::select(vec![
+                (4, 4), (8, 2), (16, 16), (64, 64), (64, 32), (80, 16), (96, 96), (128, 128),
+            ]),
+            levels in prop::sample::select(vec![2usize, 3, 4, 8, 16, 256]),
+            clip in 0.05..=1.0f64,
+            n in 0usize..150,
+            shaped in any::<bool>(),
+            seed in 0u64..1000,
+        ) {
+            let rows = values(n * head_dim, seed);
+            let feedback = shaped.then(|| values(head_dim * head_dim, seed + 1));
+            let codec = Codec { head_dim, levels, group, clip, feedback };
+            prop_assert_eq!(codec.encode(&rows).unwrap(), plain(&codec, &rows));
+        }
+
+        #[test]
+        fn packing_loses_nothing(
+            quarter in 1usize..40,
+            n in 0usize..20,
+            seed in any::<u64>(),
+            levels in 2usize..=4,
+        ) {
+            let head_dim = 4 * quarter;
+            let mix = |i: usize| (seed ^ i as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 33;
+            let encoded = Encoded {
+                head_dim,
+                levels,
+                group: head_dim,
+                codes: (0..n * head_dim).map(|i| (mix(i) % levels as u64) as u8).collect(),
+                scale: vec![bf16::ONE; n],
+                zero: vec![bf16::ZERO; n],
+            };
+            let packed = encoded.pack().unwrap();
+            prop_assert_eq!(packed.bytes.len(), n * quarter);
+            prop_assert_eq!(packed.unpack(), encoded);
+        }
+    }
+
+    #[test]
+    fn bytes_hold_four_quarters() {
+        let codes = vec![1, 0, 2, 0, 3, 0, 1, 0];
+        let encoded = Encoded {
+            head_dim: 8,
+            levels: 4,
+            group: 8,
+            codes,
+            scale: vec![bf16::ONE],
+            zero: vec![bf16::ZERO],
+        };
+        assert_eq!(encoded.pack().unwrap().bytes, [0b01_11_10_01, 0]);
+    }
+
+    /// The point of feedback: the error that the metric sees is smaller, though the plain one is larger.
+    #[test]
+    fn feedback_lowers_the_error_that_matters() {
+        let d = 64;
+        let u = random_orthogonal(d, 1);
+        let spread = DMatrix::from_fn(
+            d,
+            d,
+            |i, j| {
+                if i == j { 0.85f64.powi(i as i32) } else { 0.0 }
+            },
+        );
+        let metric = &u * spread * u.transpose();
+        let rows: Vec<f64> = (10..14)
+            .flat_map(|seed| row_major::<f64>(&random_orthogonal(d, seed)))
+            .collect();
+        let mut codec = Codec {
+            head_dim: d,
+            levels: 4,
+            group: d,
+            clip: 0.95,
+            feedback: None,
+        };
+        let error = |codec: &Codec<f64>| {
+            let back = codec.roundtrip(&rows).unwrap();
+            let delta: Vec<f64> = back.iter().zip(&rows).map(|(a, b)| a - b).collect();
+            let delta = DMatrix::from_row_slice(rows.len() / d, d, &delta);
+            (&delta * &metric).dot(&delta)
+        };
+        let nearest = error(&codec);
+        codec.feedback = Some(row_major(&feedback_matrix(&metric).unwrap()));
+        let shaped = error(&codec);
+        assert!(shaped < 0.5 * nearest, "{shaped} {nearest}");
+    }
+
+    #[test]
+    fn threads_change_nothing() {
+        let rows = values(1000 * 64, 5);
+        let codec = Codec {
+            head_dim: 64,
+            levels: 4,
+            group: 64,
+            clip: 0.9,
+            feedback: Some(values(64 * 64, 6)),
+        };
+        let on = |threads| {
+            rayon::ThreadPoolBuilder::new()
+                .num_threads(threads)
+                .build()
+                .unwrap()
+                .install(|| codec.encode(&rows).unwrap())
+        };
+        assert_eq!(on(1), on(3));
+    }
+
+    #[test]
+    fn hostile_rows_do_not_panic() {
+        let codec = Codec {
+            head_dim: 4,
+            levels: 4,
+            group: 4,
+            clip: 0.9,
+            feedback: Some(vec![f32::MAX; 16]),
+        };
+        let rows = [
+            f32::NAN,
+            f32::INFINITY,
+            f32::NEG_INFINITY,
+            0.0,
+            f32::MAX,
+            f32::MIN,
+            1e-45,
+            -0.0,
+            0.0,
+            0.0,
+            0.0,
+            0.0,
+            7.0,
+            7.0,
+            7.0,
+            7.0,
+        ];
+        let encoded = codec.encode(&rows).unwrap();
+        assert!(encoded.codes.iter().all(|&code| code < 4));
+        assert_eq!(encoded.decode::<f32>()[8..12], [0.0; 4]);
+    }
+
+    #[test]
+    fn impossible_settings_are_refused() {
+        let good = Codec::<f32> {
+            head_dim: 64,
+            levels: 4,
+            group: 32,
+            clip: 1.0,
+            feedback: None,
+        };
+        assert!(good.check().is_ok());
+        let message = |codec: Codec<f32>| codec.encode(&[]).unwrap_err().to_string();
+        assert!(
+            message(Codec {
+                group: 48,
+                ..good.clone()
+            })
+            .contains("48 does not divide")
+        );
+        assert!(
+            message(Codec {
+                group: 0,
+                ..good.clone()
+            })
+            .contains("group size 0")
+        );
+        assert!(
+            message(Codec {
+                levels: 1,
+                ..good.clone()
+            })
+            .contains("1 levels")
+        );
+        assert!(
+            message(Codec {
+                clip: 0.0,
+                ..good.clone()
+            })
+            .contains("clip ratio 0")
+        );
+        assert!(
+            message(Codec {
+                clip: f64::NAN,
+                ..good.clone()
+            })
+            .contains("NaN")
+        );
+        assert!(
+            message(Codec {
+                feedback: Some(vec![]),
+                ..good.clone()
+            })
+            .contains("64x64")
+        );
+        assert!(good.encode(&[0.0; 65]).is_err());
+        let eight = Codec { levels: 8, ..good };
+        assert!(eight.encode(&[0.0; 64]).unwrap().pack().is_err());
+    }
 }

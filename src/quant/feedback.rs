@@ -50,3 +50,34 @@ pub fn feedback_matrix(c: &DMatrix<f64>) -> Result<DMatrix<f64>> {
 pub fn row_major<T: Real>(x: &DMatrix<f64>) -> Vec<T> {
     x.transpose().iter().map(|&x| T::from_f64(x)).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_diagonal_metric_needs_no_feedback() {
+        let f = feedback_matrix(&DMatrix::from_diagonal(&vec![3.0, 1.0, 0.0].into())).unwrap();
+        assert_eq!(f, DMatrix::zeros(3, 3));
+    }
+
+    /// The error pushed on is the one that makes the rest of the quadratic form least: −C_rr⁻¹·C_ri per unit.
+    #[test]
+    fn two_channels_by_hand() {
+        let c = DMatrix::from_row_slice(2, 2, &[2.0, 1.0, 1.0, 2.0]);
+        let f = feedback_matrix(&c).unwrap();
+        assert!((f[(0, 1)] + 1.0 / 2.02).abs() < 1e-12, "{f}");
+        assert!(f[(1, 0)] == 0.0 && f[(0, 0)] == 0.0);
+    }
+
+    #[test]
+    fn rank_one_passes_and_rubbish_is_refused() {
+        let f = feedback_matrix(&DMatrix::from_element(64, 64, 5.0)).unwrap();
+        assert!(f.iter().all(|x| x.is_finite()));
+        assert!(feedback_matrix(&DMatrix::zeros(4, 4)).is_err());
+        assert!(feedback_matrix(&DMatrix::from_element(4, 4, f64::NAN)).is_err());
+        let indefinite = DMatrix::from_row_slice(2, 2, &[1.0, 5.0, 5.0, 1.0]);
+        assert!(feedback_matrix(&indefinite).is_err());
+        assert!(feedback_matrix(&DMatrix::identity(2, 3)).is_err());
+    }
+}

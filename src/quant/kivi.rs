@@ -84,3 +84,48 @@ fn round(x: &mut [f32], first: usize, step: usize, levels: usize) {
         x[i] = ((x[i] - low) / scale).round().clamp(0.0, top) * scale + low;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_outlier_channel_costs_the_others_nothing() {
+        let d = 8;
+        let rows: Vec<f32> = (0..300 * d)
+            .map(|i| {
+                let x = ((i * 7919) % 101) as f32 / 101.0;
+                if i % d == 3 { 100.0 * x } else { x }
+            })
+            .collect();
+        let keys = roundtrip_keys(&rows, d, 4).unwrap();
+        let values = roundtrip_values(&rows, d, 4).unwrap();
+        let worst = |back: &[f32]| {
+            (0..256 * d)
+                .filter(|i| i % d != 3)
+                .map(|i| (back[i] - rows[i]).abs())
+                .fold(0.0, f32::max)
+        };
+        assert!(worst(&keys) < 0.18, "half a step, {}", worst(&keys));
+        assert!(worst(&values) > 0.5, "values share the row's range");
+        assert_eq!(
+            keys[256 * d..],
+            rows[256 * d..],
+            "the incomplete group is exact"
+        );
+        assert!(roundtrip_keys(&rows, 7, 4).is_err());
+    }
+
+    #[test]
+    fn all_that_is_stored_is_counted() {
+        let at = |context| bits_per_element(2.0, 64, context, 64, 256);
+        let whole = f64::midpoint(2.0 + 32.0 / 128.0, 2.0 + 32.0 / 64.0);
+        let exact = 320.0 / 4416.0;
+        assert!((at(320 + 4096) - (whole + (16.0 - whole) * exact)).abs() < 1e-12);
+        assert!(
+            at(320 + 4096 + 127) > at(320 + 4096),
+            "127 key rows stay exact"
+        );
+        assert!((at(100) - 16.0).abs() < 1e-12);
+    }
+}

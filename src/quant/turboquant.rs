@@ -115,3 +115,50 @@ pub fn random_orthogonal(d: usize, seed: u64) -> DMatrix<f64> {
     }
     q
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn any_row_keeps_the_codebook_error() {
+        let d = 128;
+        let rows: Vec<f32> = (0..200 * d)
+            .map(|i| {
+                let x = ((i * 7919) % 1009) as f32 / 504.5 - 1.0;
+                if i % d == 5 { 40.0 * x + 20.0 } else { x }
+            })
+            .collect();
+        for (bits, want) in [(2, 0.117), (3, 0.0345)] {
+            let back = TurboQuant::new(d, bits, 7)
+                .unwrap()
+                .roundtrip(&rows)
+                .unwrap();
+            let energy: f32 = rows.iter().map(|x| x * x).sum();
+            let error: f32 = rows.iter().zip(&back).map(|(a, b)| (a - b).powi(2)).sum();
+            assert!(
+                (error / energy / want - 1.0).abs() < 0.15,
+                "{bits}: {}",
+                error / energy
+            );
+        }
+    }
+
+    #[test]
+    fn the_seed_alone_decides_the_rotation() {
+        let q = random_orthogonal(80, 3);
+        assert_eq!(q, random_orthogonal(80, 3));
+        assert_ne!(q, random_orthogonal(80, 4));
+        assert!((q.tr_mul(&q) - DMatrix::identity(80, 80)).amax() < 1e-12);
+    }
+
+    #[test]
+    fn degenerate_input() {
+        let codec = TurboQuant::new(4, 2, 0).unwrap();
+        assert_eq!(codec.roundtrip(&[0.0; 8]).unwrap(), [0.0; 8]);
+        assert!(codec.roundtrip(&[0.0; 7]).is_err());
+        assert!(TurboQuant::new(0, 2, 0).is_err());
+        assert!(TurboQuant::new(4, 5, 0).is_err());
+        assert!((bits_per_element(2.0, 64, 0, 0, 0) - 2.25).abs() < 1e-12);
+    }
+}

@@ -98,3 +98,79 @@ fn scaled_columns(x: &DMatrix<f64>, factor: impl Fn(usize) -> f64) -> DMatrix<f6
     }
     scaled
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::quant::turboquant::random_orthogonal;
+
+    fn covariance(d: usize, decay: f64, seed: u64) -> DMatrix<f64> {
+        let u = random_orthogonal(d, seed);
+        let values = DMatrix::from_fn(d, d, |i, j| if i == j { decay.powi(i as i32) } else { 0.0 });
+        &u * values * u.transpose()
+    }
+
+    fn assert_inverse(m: &DMatrix<f64>, s: &DMatrix<f64>, p: f64) {
+        let got = balanced(m, s, p).unwrap();
+        let product = &got.encode * got.query.transpose();
+        let off = (product - DMatrix::identity(m.nrows(), m.nrows())).amax();
+        assert!(off < INVERSE, "{off:e}");
+        assert!(got.spectrum.iter().rev().is_sorted());
+        assert!(got.encode.iter().chain(&got.query).all(|x| x.is_finite()));
+    }
+
+    #[test]
+    fn a_quarter_makes_noise_times_range_least() {
+        let (m, s) = (covariance(32, 0.8, 1), covariance(32, 0.7, 2));
+        let product = |encode: &DMatrix<f64>, query: &DMatrix<f64>| {
+            (query.tr_mul(&m) * query).trace() * (encode.tr_mul(&s) * encode).trace()
+        };
+        let at = |p| {
+            let got = balanced(&m, &s, p).unwrap();
+            let kept = (got.encode.tr_mul(&s) * &got.encode).trace() / s.trace();
+            assert!((kept - 1.0).abs() < 1e-2, "{kept}");
+            product(&got.encode, &got.query)
+        };
+        let best = at(0.25);
+        for p in [0.0, 0.2, 0.24, 0.26, 0.3, 0.5] {
+            assert!(best < at(p), "{p}");
+        }
+        let identity = DMatrix::identity(32, 32);
+        assert!(best < product(&identity, &identity));
+    }
+
+    #[test]
+    fn degenerate_moments_still_invert() {
+        let d = 64;
+        let full = covariance(d, 0.9, 1);
+        let rank_one = DMatrix::from_fn(d, d, |i, j| ((i + 1) * (j + 1)) as f64);
+        let mut dead = full.clone();
+        dead.row_mut(7).fill(0.0);
+        dead.column_mut(7).fill(0.0);
+        for p in [0.2, 0.25, 0.4, 0.5] {
+            for (m, s) in [
+                (&full, &rank_one),
+                (&rank_one, &full),
+                (&rank_one, &rank_one),
+                (&dead, &full),
+                (&full, &dead),
+                (&dead, &dead),
+            ] {
+                assert_inverse(m, s, p);
+            }
+        }
+        for d in [80, 96, 112] {
+            assert_inverse(&covariance(d, 0.9, 3), &covariance(d, 0.8, 4), 0.4);
+        }
+    }
+
+    #[test]
+    fn unusable_moments_are_refused_by_name() {
+        let (good, none) = (DMatrix::identity(8, 8), DMatrix::zeros(8, 8));
+        let message = |m, s| balanced(m, s, 0.4).unwrap_err().to_string();
+        assert!(message(&none, &good).contains("query moment: the matrix has no energy"));
+        assert!(message(&good, &none).contains("key covariance: the matrix has no energy"));
+        assert!(message(&good, &DMatrix::identity(4, 4)).contains("does not fit"));
+        assert!(balanced(&good, &good, f64::NAN).is_err());
+    }
+}

@@ -28,3 +28,31 @@ pub fn columns(d: usize) -> Vec<usize> {
 pub fn apply(x: &DMatrix<f64>) -> DMatrix<f64> {
     x.select_columns(&columns(x.ncols()))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn powers_of_two_follow_the_released_order() {
+        assert_eq!(columns(8), [7, 3, 5, 1, 6, 2, 4, 0]);
+        assert_eq!(columns(1), [0]);
+    }
+
+    #[test]
+    fn each_channel_appears_once() {
+        for d in 0..=256 {
+            let mut all = columns(d);
+            all.sort_unstable();
+            assert!(all.into_iter().eq(0..d), "{d}");
+        }
+    }
+
+    /// Eight neighbours of 96 end in as many twelfths of the output.
+    #[test]
+    fn neighbours_spread() {
+        let mut parts: Vec<usize> = columns(96)[..8].iter().map(|c| c / 12).collect();
+        parts.sort_unstable();
+        assert!(parts.into_iter().eq(0..8));
+    }
+}

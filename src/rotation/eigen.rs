@@ -106,3 +106,63 @@ pub(super) fn deviation_from_identity(x: &DMatrix<f64>) -> f64 {
     }
     worst
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::quant::turboquant::random_orthogonal;
+
+    fn with_spectrum(values: &[f64], seed: u64) -> DMatrix<f64> {
+        let u = random_orthogonal(values.len(), seed);
+        &u * DMatrix::from_diagonal(&values.to_vec().into()) * u.transpose()
+    }
+
+    fn assert_decomposes(c: &DMatrix<f64>) {
+        let Eigen { values, vectors } = symmetric(c).unwrap();
+        assert!(values.is_sorted());
+        let back = &vectors * DMatrix::from_diagonal(&values.into()) * vectors.transpose();
+        assert!((back - c).amax() < 1e-10 * c.amax());
+        for column in vectors.column_iter() {
+            assert!(column[column.iamax()] > 0.0);
+        }
+    }
+
+    #[test]
+    fn moments_of_any_scale_decompose() {
+        for scale in [1e-200, 1e-20, 1.0, 1e20, 1e200] {
+            let values: Vec<f64> = (0..32).map(|i| scale * 0.7f64.powi(i)).collect();
+            assert_decomposes(&with_spectrum(&values, 1));
+        }
+    }
+
+    #[test]
+    fn degenerate_moments_decompose() {
+        assert_decomposes(&DMatrix::identity(64, 64));
+        assert_decomposes(&DMatrix::from_element(128, 128, 3.0));
+        assert_decomposes(&DMatrix::from_element(1, 1, 2.0));
+        for dead in [1, 64, 100, 127] {
+            let live = with_spectrum(&vec![2.0; 128 - dead], 2);
+            let mut c = DMatrix::zeros(128, 128);
+            c.view_mut((0, 0), live.shape()).copy_from(&live);
+            assert_decomposes(&c);
+            let scattered: Vec<usize> = (0..128).map(|i| i * 37 % 128).collect();
+            assert_decomposes(&c.select_columns(&scattered).select_rows(&scattered));
+        }
+    }
+
+    #[test]
+    fn unusable_moments_are_refused() {
+        let mut c = DMatrix::identity(4, 4);
+        c[(1, 2)] = f64::NAN;
+        assert!(
+            symmetric(&c)
+                .unwrap_err()
+                .to_string()
+                .contains("(1, 2) is NaN")
+        );
+        let no_energy = symmetric(&DMatrix::zeros(4, 4)).unwrap_err();
+        assert!(no_energy.to_string().contains("no energy"));
+        assert!(symmetric(&DMatrix::zeros(0, 0)).is_err());
+        assert!(symmetric(&DMatrix::identity(3, 4)).is_err());
+    }
+}

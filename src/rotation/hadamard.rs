@@ -57,3 +57,25 @@ fn dct(m: usize) -> DMatrix<f64> {
         norm.sqrt() * phase.cos()
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rotation::eigen::orthogonality_error;
+
+    #[test]
+    fn orthonormal_at_any_size_and_flat_where_promised() {
+        for d in 1..=256 {
+            assert!(orthogonality_error(&matrix(d)) < 1e-12, "{d}");
+        }
+        for d in [1, 2, 64, 128, 256, 12, 24, 48, 96, 192, 20, 40, 80, 160] {
+            let unit = 1.0 / (d as f64).sqrt();
+            assert!(
+                matrix(d).iter().all(|x| (x.abs() - unit).abs() < 1e-12),
+                "{d}"
+            );
+        }
+        let most = (2.0 / 112.0_f64).sqrt() + 1e-12;
+        assert!(matrix(112).iter().all(|x| x.abs() <= most));
+    }
+}

@@ -32,3 +32,29 @@ pub fn oscar(c: &DMatrix<f64>) -> Result<Rotation> {
         spectrum: values,
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::quant::turboquant::random_orthogonal;
+
+    #[test]
+    fn importance_is_flat() {
+        for d in [16, 64, 80, 96, 192] {
+            let u = random_orthogonal(d, 3);
+            let values = DMatrix::from_fn(
+                d,
+                d,
+                |i, j| {
+                    if i == j { 0.9f64.powi(i as i32) } else { 0.0 }
+                },
+            );
+            let c = &u * values * u.transpose();
+            let Rotation { matrix, spectrum } = oscar(&c).unwrap();
+            let importance = (matrix.tr_mul(&c) * &matrix).diagonal();
+            let flat = c.trace() / d as f64;
+            assert!(importance.iter().all(|x| (x / flat - 1.0).abs() < 1e-9));
+            assert!((spectrum[0] - 1.0).abs() < 1e-9 && spectrum[d - 1] < spectrum[0]);
+        }
+    }
+}
