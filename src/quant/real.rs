@@ -32,18 +32,21 @@ pub trait Real:
     }
 
     #[inline(always)]
+    #[must_use]
     fn abs(self) -> Self {
         self.at_least(-self)
     }
 
     /// The larger one; `self` NaN gives `floor`.
     #[inline(always)]
+    #[must_use]
     fn at_least(self, floor: Self) -> Self {
         if self > floor { self } else { floor }
     }
 
     /// The smaller one; `self` NaN gives `ceiling`.
     #[inline(always)]
+    #[must_use]
     fn at_most(self, ceiling: Self) -> Self {
         if self < ceiling { self } else { ceiling }
     }

@@ -75,8 +75,7 @@ pub fn balanced(m: &DMatrix<f64>, s: &DMatrix<f64>, p: f64) -> Result<Balanced> 
     query /= scale;
 
     let off = eigen::deviation_from_identity(&(&encode * query.transpose()));
-    // Written so that NaN fails.
-    if !(off < INVERSE) {
+    if off.is_nan() || off >= INVERSE {
         return Err(fail(format!(
             "encode · queryᵀ is off the identity by {off:e}"
         )));

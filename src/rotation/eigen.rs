@@ -77,8 +77,7 @@ pub fn symmetric(c: &DMatrix<f64>) -> Result<Eigen> {
     }
 
     let off = orthogonality_error(&vectors);
-    // Written so that NaN fails.
-    if !(off < ORTHOGONALITY && values.iter().all(|x| x.is_finite())) {
+    if off.is_nan() || off >= ORTHOGONALITY || values.iter().any(|x| !x.is_finite()) {
         return Err(fail(format!(
             "the basis is off orthonormal by {off:e} (at most {ORTHOGONALITY:e} passes)"
         )));
