@@ -8,8 +8,6 @@ mod thresholds;
 mod validate;
 
 pub use methods::{Cache, EvalMethod, Side, check_entry};
-pub use report::{
-    LayerError, LayerMethodError, MethodScore, Provenance, ReferenceScore, Report, Windows,
-};
+pub use report::{LayerError, LayerMethodError, MethodScore, Provenance, ReferenceScore, Report};
 pub use thresholds::{KlRatio, Thresholds};
 pub use validate::{EvalOptions, Step, validate};

@@ -6,6 +6,7 @@ use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use serde::{Deserialize, Serialize};
 
 use crate::files::write_atomic;
+use crate::zoo::Windows;
 use crate::{Error, Result};
 
 /// Everything one evaluation measured. Serialized, it is `metrics.json` of a zoo entry and what `--format json` prints.
@@ -17,20 +18,12 @@ pub struct Report {
     pub context: usize,
     /// Positions measured: those that read at least one quantized token and have a next token to predict.
     pub positions: usize,
+    /// Tokens that every query reads at full precision.
     pub windows: Windows,
     pub provenance: Provenance,
     pub reference: ReferenceScore,
     pub methods: Vec<MethodScore>,
     pub layers: Vec<LayerError>,
-}
-
-/// Tokens that every query reads at full precision.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Windows {
-    /// First tokens of a sequence.
-    pub sink: usize,
-    /// Latest tokens, the query's own included.
-    pub recent: usize,
 }
 
 /// What was evaluated, on what.
@@ -158,7 +151,10 @@ impl Report {
         for column in table.column_iter_mut().skip(1).take(columns) {
             column.set_cell_alignment(CellAlignment::Right);
         }
-        let Windows { sink, recent } = self.windows;
+        let Windows {
+            sink_tokens: sink,
+            recent_tokens: recent,
+        } = self.windows;
         format!(
             "{} tokens in windows of {}, sink {sink}, recent {recent}, {} positions measured\n\n{table}\n",
             self.tokens, self.context, self.positions
@@ -206,8 +202,8 @@ pub(super) mod tests {
             context: 4096,
             positions: 7550,
             windows: Windows {
-                sink: 64,
-                recent: 256,
+                sink_tokens: 64,
+                recent_tokens: 256,
             },
             provenance: Provenance {
                 model: "tiny".to_owned(),

@@ -5,10 +5,10 @@ use std::ops::Range;
 use candle_core::{DType, Device, Tensor};
 
 use super::methods::{Cache, EvalMethod, Side};
-use super::report::Windows;
 use crate::kv::attention::{self, Dims, Probe};
 use crate::linalg::parallel;
 use crate::model::Attention;
+use crate::zoo::Windows;
 use crate::{Error, Result};
 
 /// q (tokens, heads, head_dim), k and v (tokens, kv_heads, head_dim) of one packed sequence of one layer, on the CPU.
@@ -58,7 +58,8 @@ impl<'a> Heads<'a> {
         let (kv_heads, d) = (self.dims.kv_heads, self.dims.head_dim);
         let mut tasks = Vec::new();
         for prompt in self.prompts() {
-            let history = prompt.start + windows.sink..prompt.end.saturating_sub(windows.recent);
+            let history = prompt.start + windows.sink_tokens
+                ..prompt.end.saturating_sub(windows.recent_tokens);
             if !history.is_empty() {
                 for head in 0..kv_heads {
                     tasks.extend([Side::K, Side::V].map(|side| (side, head, history.clone())));
@@ -134,7 +135,10 @@ impl Attention for Simulated<'_> {
     ) -> Result<Tensor> {
         let heads = Heads::new(layer, q, k, v, prompt_lens)?;
         let (k_hat, v_hat) = heads.read_back(self.cache, self.windows)?;
-        let Windows { sink, recent } = self.windows;
+        let Windows {
+            sink_tokens: sink,
+            recent_tokens: recent,
+        } = self.windows;
         let o = attention::windowed(
             &heads.q,
             &heads.k,
@@ -182,7 +186,10 @@ impl Attention for Observed<'_> {
 
 impl Observed<'_> {
     fn observe(&mut self, heads: &Heads) -> Result<()> {
-        let Windows { sink, recent } = self.windows;
+        let Windows {
+            sink_tokens: sink,
+            recent_tokens: recent,
+        } = self.windows;
         let Dims {
             heads: n,
             kv_heads,
@@ -237,9 +244,13 @@ fn sampled(range: Range<usize>, n: usize) -> Vec<usize> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use std::path::Path;
 
-    /// Adds its position in the row to every stored number, so that tests see what was stored.
+    use super::*;
+    use crate::quant::Codec;
+    use crate::rotation::Transform;
+
+    /// Marks what was stored.
     struct Marked;
 
     impl Cache for Marked {
@@ -265,7 +276,10 @@ mod tests {
             dims: Dims::new(2, kv_heads, d).unwrap(),
             prompt_lens: &prompt_lens,
         };
-        let windows = Windows { sink: 1, recent: 3 };
+        let windows = Windows {
+            sink_tokens: 1,
+            recent_tokens: 3,
+        };
         let (k, v) = heads.read_back(&Marked, windows).unwrap();
         for t in 0..14 {
             // Of prompts 0..7, 7..9 and 9..14.
@@ -288,5 +302,79 @@ mod tests {
         assert_eq!(sampled(320..4096, 2), [1264, 3152]);
         assert_eq!(sampled(3..6, 64), [3, 4, 5]);
         assert!(sampled(9..9, 4).is_empty());
+    }
+
+    /// One [keys, values] a KV head.
+    struct Golden(Vec<[Transform; 2]>);
+
+    impl Cache for Golden {
+        fn roundtrip(&self, _: usize, head: usize, side: Side, rows: &[f32]) -> Result<Vec<f32>> {
+            self.0[head][usize::from(side == Side::V)].roundtrip(rows)
+        }
+
+        fn bits_per_element(&self, _: usize, _: usize, _: usize) -> f64 {
+            2.0
+        }
+    }
+
+    #[test]
+    fn attention_through_the_packed_cache_equals_the_golden_vectors() {
+        for case in ["d16_mha_bias", "d64_gqa3"] {
+            let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+                .join("tests/fixtures/golden")
+                .join(case)
+                .with_extension("safetensors");
+            let tensors = candle_core::safetensors::load(path, &Device::Cpu).unwrap();
+            let tensor = |name: &str| tensors[name].to_dtype(DType::F32).unwrap();
+            let flat = |x: &Tensor| x.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            let settings = tensors["settings"].to_vec1::<f64>().unwrap();
+            let [kv_heads, d, sink, recent] = [3, 4, 9, 10].map(|i| settings[i] as usize);
+            let means = tensor("moment_k_mean").to_vec2::<f32>().unwrap();
+            let heads = (0..kv_heads).map(|head| {
+                let matrix = |name: &str| tensor(&format!("h{head}_{name}"));
+                let codec = |clip, feedback: Option<Tensor>| Codec {
+                    head_dim: d,
+                    levels: 4,
+                    group: d,
+                    clip,
+                    feedback: feedback.map(|f| flat(&f)),
+                };
+                let v_encode = matrix("v_encode");
+                [
+                    Transform::new(
+                        flat(&matrix("encode")),
+                        flat(&matrix("query").t().unwrap()),
+                        Some(means[head].clone()),
+                        codec(settings[7], Some(matrix("feedback"))),
+                    ),
+                    Transform::new(
+                        flat(&v_encode),
+                        flat(&v_encode.t().unwrap()),
+                        None,
+                        codec(settings[8], None),
+                    ),
+                ]
+                .map(Result::unwrap)
+            });
+            let cache = Golden(heads.collect());
+            let mut attention = Simulated {
+                cache: &cache,
+                windows: Windows {
+                    sink_tokens: sink,
+                    recent_tokens: recent,
+                },
+            };
+            let [q, k, v] = ["q", "k", "v"].map(tensor);
+            let tokens = [q.dim(0).unwrap()];
+            let o = flat(&attention.attend(0, &q, &k, &v, &tokens).unwrap());
+            let distance = |a: &[f32], b: &[f32]| -> f64 {
+                let squares = a.iter().zip(b).map(|(a, b)| f64::from(a - b).powi(2));
+                squares.sum::<f64>().sqrt()
+            };
+            let [exact, golden] = ["o", "o_int2"].map(|name| flat(&tensor(name)));
+            let (error, effect) = (distance(&o, &golden), distance(&exact, &golden));
+            // A few codes on the edge between two levels fall to the other side in f32.
+            assert!(error < 0.02 * effect, "{case}: {error} of {effect}");
+        }
     }
 }

@@ -3,11 +3,12 @@ use candle_core::Tensor;
 use super::methods::EvalMethod;
 use super::metrics::{Reference, Totals};
 use super::report::{
-    LayerError, LayerMethodError, MethodScore, Provenance, ReferenceScore, Report, Windows,
+    LayerError, LayerMethodError, MethodScore, Provenance, ReferenceScore, Report,
 };
 use super::simulate::{Observed, Simulated};
 use crate::data::Corpus;
 use crate::model::{Attention, DecoderLayer, LmHead, Model};
+use crate::zoo::Windows;
 use crate::{Error, Result, interrupt};
 
 /// Rows whose logits stand in memory at once, of the reference and of one method.
@@ -66,8 +67,8 @@ pub fn validate(
     progress: &mut dyn FnMut(Step),
 ) -> Result<Report> {
     let windows = Windows {
-        sink: options.sink,
-        recent: options.recent,
+        sink_tokens: options.sink,
+        recent_tokens: options.recent,
     };
     let context = check(corpus, methods, windows)?;
     let layers = model.config().num_hidden_layers;
@@ -140,7 +141,10 @@ pub fn validate(
             .zip(&scores.methods)
             .map(|(method, totals)| {
                 let bits = |context| {
-                    let Windows { sink, recent } = windows;
+                    let Windows {
+                        sink_tokens: sink,
+                        recent_tokens: recent,
+                    } = windows;
                     method.cache.bits_per_element(context, sink, recent)
                 };
                 MethodScore {
@@ -188,7 +192,7 @@ fn check(corpus: &Corpus, methods: &[EvalMethod], windows: Windows) -> Result<us
     }
     let lens = corpus.sequences.iter().flat_map(|s| &s.prompt_lens);
     let context = lens.copied().max().unwrap_or(0);
-    let exact = windows.sink + windows.recent;
+    let exact = windows.sink_tokens + windows.recent_tokens;
     if measured(context, windows) == 0 {
         return Err(Error::invalid(
             "evaluation data",
@@ -204,7 +208,7 @@ fn check(corpus: &Corpus, methods: &[EvalMethod], windows: Windows) -> Result<us
 
 /// Positions of a prompt that read quantized tokens and have a next token.
 fn measured(prompt_len: usize, windows: Windows) -> usize {
-    prompt_len.saturating_sub(1 + windows.sink + windows.recent)
+    prompt_len.saturating_sub(1 + windows.sink_tokens + windows.recent_tokens)
 }
 
 /// Names the method at fault, but for interruptions and the like.
@@ -279,7 +283,7 @@ fn score(
         let mut prompt_start = 0;
         for &len in &sequence.prompt_lens {
             let positions = measured(len, windows);
-            let first = prompt_start + windows.sink + windows.recent;
+            let first = prompt_start + windows.sink_tokens + windows.recent_tokens;
             prompt_start += len;
             let mut window = vec![Vec::with_capacity(positions); methods.len()];
             for start in (first..first + positions).step_by(LOGIT_ROWS) {
