@@ -30,9 +30,24 @@ pub struct CollectOptions {
     pub tokenizer_sha256: String,
     /// Start over, whatever lies there.
     pub fresh: bool,
+    /// Hidden states are kept at most this often: a resumed run repeats as much of the forward pass.
+    pub checkpoint_interval: Duration,
 }
 
 pub const DEFAULT_SAMPLE_ROWS: usize = 512;
+
+impl CollectOptions {
+    /// Defaults for all but the moments file to write and the hash of the tokenizer.
+    pub fn new(output: impl Into<PathBuf>, tokenizer_sha256: impl Into<String>) -> Self {
+        Self {
+            output: output.into(),
+            sample_rows: DEFAULT_SAMPLE_ROWS,
+            tokenizer_sha256: tokenizer_sha256.into(),
+            fresh: false,
+            checkpoint_interval: Duration::from_secs(10),
+        }
+    }
+}
 
 /// What [`collect`] did.
 #[derive(Clone, Debug)]
@@ -55,9 +70,6 @@ pub struct Timings {
     /// Layer files, hidden states and the final file.
     pub write: Duration,
 }
-
-/// Hidden states are kept at most this often, so that a resumed run repeats little.
-const HIDDEN_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Runs all sequences of `corpus` through `model`, a layer at a time, and writes the moments file. Goes on where an
 /// interrupted or killed run of the same inputs stopped; the bytes are those of an unbroken run.
@@ -112,6 +124,7 @@ pub fn collect(
             sample_rows: sample_rows(corpus.tokens, meta.sample_rows, corpus.seed),
             hidden,
             hidden_kept: Instant::now(),
+            checkpoint_interval: options.checkpoint_interval,
             timings: &mut timings,
             progress,
         };
@@ -151,6 +164,7 @@ struct Run<'a> {
     sample_rows: Vec<usize>,
     hidden: Vec<Tensor>,
     hidden_kept: Instant,
+    checkpoint_interval: Duration,
     timings: &'a mut Timings,
     progress: &'a mut dyn Progress,
 }
@@ -219,7 +233,10 @@ impl Run<'_> {
             self.workspace.write_layer(i, &record)?;
             self.timings.write += begin.elapsed();
         }
-        if !last && self.hidden_kept.elapsed() >= HIDDEN_INTERVAL {
+        // After Ctrl-C the run ends here.
+        let due =
+            self.hidden_kept.elapsed() >= self.checkpoint_interval || interrupt::check().is_err();
+        if due && !last {
             let begin = Instant::now();
             self.workspace.write_hidden(i + 1, &self.hidden)?;
             self.hidden_kept = Instant::now();
