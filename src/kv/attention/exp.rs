@@ -62,6 +62,21 @@ pub(super) fn exp2_sum(row: &mut [f32], shift: f32) -> f32 {
     lanes.iter().sum::<f32>() + sum
 }
 
+/// The larger of `row`'s maximum and `start`; replaces every x by 2^(x − that) and returns it and their sum.
+pub(super) fn weigh(row: &mut [f32], start: f32) -> (f32, f32) {
+    struct Weigh<'a>(&'a mut [f32], f32);
+    impl pulp::NullaryFnOnce for Weigh<'_> {
+        type Output = (f32, f32);
+
+        #[inline(always)]
+        fn call(self) -> (f32, f32) {
+            let max = max(self.0, self.1);
+            (max, exp2_sum(self.0, max))
+        }
+    }
+    pulp::Arch::new().dispatch(Weigh(row, start))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

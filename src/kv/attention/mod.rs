@@ -60,8 +60,11 @@ impl Dims {
             kv_heads,
             head_dim,
         } = Self::new(self.heads, self.kv_heads, self.head_dim)?;
-        let tokens = prompt_lens.iter().sum::<usize>();
-        let fits = |x: &[f32], heads: usize| x.len() == tokens * heads * head_dim;
+        let tokens = prompt_lens
+            .iter()
+            .fold(0_usize, |sum, &len| sum.saturating_add(len));
+        let count = |heads: usize| tokens.checked_mul(heads)?.checked_mul(head_dim);
+        let fits = |x: &[f32], heads| count(heads) == Some(x.len());
         if !fits(q, heads) || !keys_and_values.iter().all(|x| fits(x, kv_heads)) {
             return Err(Error::invalid(
                 "attention",

@@ -108,10 +108,7 @@ impl<'a> Probe<'a> {
             let p = &mut p[row * tokens..][..tokens];
             let (seen, future) = p.split_at_mut(position + 1);
             future.fill(0.0);
-            let (max, sum) = vectorised(|| {
-                let max = exp::max(seen, f32::NEG_INFINITY);
-                (max, exp::exp2_sum(seen, max))
-            });
+            let (max, sum) = exp::weigh(seen, f32::NEG_INFINITY);
             probe.log_sum[row] = max + sum.log2();
             seen.iter_mut().for_each(|p| *p /= sum);
             probe.window_mass[row] = seen[..history.start.min(seen.len())].iter().sum::<f32>()
@@ -245,14 +242,9 @@ impl<'a> Probe<'a> {
                 let mean = scores.iter().map(|&s| f64::from(s)).sum::<f64>() / scores.len() as f64;
                 spread += squares(scores.iter().map(|&s| f64::from(s) - mean));
                 let log_sum = self.log_sum[row];
-                *scale = vectorised(|| {
-                    let max = exp::max(w, log_sum);
-                    let window = exp::exp2(log_sum - max);
-                    (
-                        window,
-                        1.0 / (window * self.window_mass[row] + exp::exp2_sum(w, max)),
-                    )
-                });
+                let (max, sum) = exp::weigh(w, log_sum);
+                let window = (log_sum - max).exp2();
+                *scale = (window, 1.0 / (window * self.window_mass[row] + sum));
             }
             let o = &mut o[block.start * d..block.end * d];
             for (o, (window, norm)) in o.chunks_exact_mut(d).zip(scales) {
@@ -331,10 +323,6 @@ fn squares(x: impl Iterator<Item = f64>) -> f64 {
 
 fn ratio(error: f64, of: f64) -> f64 {
     if error == 0.0 { 0.0 } else { error / of }
-}
-
-fn vectorised<R>(f: impl FnOnce() -> R) -> R {
-    pulp::Arch::new().dispatch(f)
 }
 
 #[cfg(test)]
