@@ -300,7 +300,9 @@ impl Block {
         }
         for (o, sum) in o.chunks_exact_mut(d).zip(&sum) {
             let norm = 1.0 / sum;
-            o.iter_mut().for_each(|o| *o *= norm);
+            for o in o.iter_mut() {
+                *o *= norm;
+            }
         }
         let mut weights = vec![0.0; if weigh { self.queries.end } else { 0 }];
         let mut rest = &scratch.p[..];

@@ -110,7 +110,9 @@ impl<'a> Probe<'a> {
             future.fill(0.0);
             let (max, sum) = exp::weigh(seen, f32::NEG_INFINITY);
             probe.log_sum[row] = max + sum.log2();
-            seen.iter_mut().for_each(|p| *p /= sum);
+            for p in seen.iter_mut() {
+                *p /= sum;
+            }
             probe.window_mass[row] = seen[..history.start.min(seen.len())].iter().sum::<f32>()
                 + seen[history.end.min(seen.len())..].iter().sum::<f32>();
         }
@@ -248,10 +250,14 @@ impl<'a> Probe<'a> {
             }
             let o = &mut o[block.start * d..block.end * d];
             for (o, (window, norm)) in o.chunks_exact_mut(d).zip(scales) {
-                o.iter_mut().for_each(|o| *o *= window * norm);
+                for o in o.iter_mut() {
+                    *o *= window * norm;
+                }
             }
             for (w, (_, norm)) in weights.chunks_exact_mut(columns.len()).zip(scales) {
-                w.iter_mut().for_each(|w| *w *= norm);
+                for w in w.iter_mut() {
+                    *w *= norm;
+                }
             }
             let values = &v_hat.unwrap_or(self.v)[columns.start * d..columns.end * d];
             matmul(
