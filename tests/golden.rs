@@ -1,5 +1,6 @@
 //! Rotations and codec equal the numpy reference, and the released tool's own output (tests/fixtures/README.md).
 
+use std::cmp::Ordering;
 use std::path::Path;
 
 use nalgebra::DMatrix;
@@ -131,6 +132,13 @@ fn assert_close(what: &str, got: &DMatrix<f64>, want: &DMatrix<f64>, tolerance: 
     assert!(off < tolerance, "{what} is off by {off:e}");
 }
 
+/// How many elements differ at all.
+fn differing(got: impl Iterator<Item = f64>, want: &[f64]) -> usize {
+    got.zip(want)
+        .filter(|(got, want)| got.partial_cmp(want) != Some(Ordering::Equal))
+        .count()
+}
+
 /// U of R = U·H·P, each eigenvector with its largest entry positive.
 fn basis(rotation: &DMatrix<f64>) -> DMatrix<f64> {
     let d = rotation.ncols();
@@ -237,7 +245,7 @@ fn codes_equal_the_reference() {
             }
             for (name, got) in checks {
                 if let Some(want) = golden.array(&format!("h{head}_{name}")) {
-                    let differ = got.iter().zip(&want).filter(|(a, b)| a != b).count();
+                    let differ = differing(got.iter().copied(), &want);
                     assert_eq!(got.len(), want.len());
                     assert_eq!(differ, 0, "{case} head {head}: {name}");
                 }
@@ -262,12 +270,7 @@ fn single_precision_codes_hardly_differ() {
     };
     let got = codec.encode(&row_major::<f32>(&keys)).unwrap();
     let want = golden.array("h0_k_codes_feedback").unwrap();
-    let differ = got
-        .codes
-        .iter()
-        .zip(&want)
-        .filter(|&(&a, &b)| f64::from(a) != b)
-        .count();
+    let differ = differing(got.codes.iter().map(|&x| f64::from(x)), &want);
     assert!(
         differ * 1000 < want.len(),
         "{differ} of {} codes",

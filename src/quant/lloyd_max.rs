@@ -119,8 +119,8 @@ mod tests {
         let codes = [-3.0, -0.98, -0.1, 0.0, 0.98, 0.99].map(|x| book.code(x));
         assert_eq!(codes, [0, 1, 1, 2, 2, 3]);
         assert_eq!(
-            [0, 1, 2, 3, 200].map(|code| book.level(code)),
-            [-1.5104, -0.4528, 0.4528, 1.5104, 1.5104]
+            [0, 1, 2, 3, 200].map(|code| (book.level(code) * 1e4).round() as i32),
+            [-15104, -4528, 4528, 15104, 15104]
         );
     }
 }
