@@ -1,11 +1,12 @@
 use half::bf16;
-use pulp::Arch;
+use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::Real;
 use crate::{Error, Result};
 
-/// Rows that one sweep rounds side by side: SIMD runs across rows, since feedback runs along channels.
+/// Rows that one sweep rounds side by side: SIMD runs across rows, since feedback runs along channels. Loops over 32
+/// lanes or fewer are unrolled before they are vectorised, and take four times as long.
 const LANES: usize = 64;
 
 /// Smallest scale of a group: a constant one would divide by zero.
@@ -107,10 +108,14 @@ impl<T: Real> Codec<T> {
             .for_each_init(
                 || Block::new(self),
                 |block, (((codes, scale), zero), rows)| {
-                    arch.dispatch(
-                        #[inline(always)]
-                        || block.encode(self, rows, codes, scale, zero),
-                    );
+                    arch.dispatch(EncodeBlock {
+                        codec: self,
+                        block,
+                        rows,
+                        codes,
+                        scale,
+                        zero,
+                    });
                 },
             );
         Ok(encoded)
@@ -135,23 +140,59 @@ impl Encoded {
         if self.group == 0 {
             return rows;
         }
-        Arch::new().dispatch(
-            #[inline(always)]
-            || {
-                for (((row, codes), &scale), &zero) in rows
-                    .chunks_exact_mut(self.group)
-                    .zip(self.codes.chunks_exact(self.group))
-                    .zip(&self.scale)
-                    .zip(&self.zero)
-                {
-                    let (scale, zero) = (T::from_bf16(scale), T::from_bf16(zero));
-                    for (value, &code) in row.iter_mut().zip(codes) {
-                        *value = (T::from_i32(i32::from(code)) - zero) * scale;
-                    }
-                }
-            },
-        );
+        Arch::new().dispatch(Decode {
+            encoded: self,
+            rows: &mut rows,
+        });
         rows
+    }
+}
+
+// Structs and not closures: the call of a closure that only borrows is a function of its own, which the compiler need
+// not inline, and outside the dispatch it is compiled for the oldest machine.
+
+struct EncodeBlock<'a, T> {
+    codec: &'a Codec<T>,
+    block: &'a mut Block<T>,
+    rows: &'a [T],
+    codes: &'a mut [u8],
+    scale: &'a mut [bf16],
+    zero: &'a mut [bf16],
+}
+
+impl<T: Real> WithSimd for EncodeBlock<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        self.block
+            .encode(self.codec, self.rows, self.codes, self.scale, self.zero);
+    }
+}
+
+struct Decode<'a, T> {
+    encoded: &'a Encoded,
+    rows: &'a mut [T],
+}
+
+impl<T: Real> WithSimd for Decode<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let encoded = self.encoded;
+        for (((row, codes), &scale), &zero) in self
+            .rows
+            .chunks_exact_mut(encoded.group)
+            .zip(encoded.codes.chunks_exact(encoded.group))
+            .zip(&encoded.scale)
+            .zip(&encoded.zero)
+        {
+            let (scale, zero) = (T::from_bf16(scale), T::from_bf16(zero));
+            for (value, &code) in row.iter_mut().zip(codes) {
+                *value = (T::from_i32(i32::from(code)) - zero) * scale;
+            }
+        }
     }
 }
 
@@ -269,7 +310,7 @@ impl<T: Real> Block<T> {
                 let x = channel[lane]
                     .at_most(threshold[lane])
                     .at_least(-threshold[lane]);
-                codes[lane] = code(x, scale[lane], zero[lane], top) as u8;
+                codes[lane] = code(x, scale[lane], zero[lane], top).to_u8();
             }
         }
     }
@@ -285,8 +326,8 @@ impl<T: Real> Block<T> {
             let mut error = [T::default(); LANES];
             for lane in 0..LANES {
                 let code = code(channel[lane], scale[lane], zero[lane], top);
-                codes[lane] = code as u8;
-                error[lane] = channel[lane] - (T::from_i32(code) - zero[lane]) * scale[lane];
+                codes[lane] = code.to_u8();
+                error[lane] = channel[lane] - (code - zero[lane]) * scale[lane];
             }
             for (channel, &push) in later.iter_mut().zip(&f[i * d + i + 1..(i + 1) * d]) {
                 for (x, &error) in channel.iter_mut().zip(&error) {
@@ -297,13 +338,13 @@ impl<T: Real> Block<T> {
     }
 }
 
-/// clamp(⌊x/scale + zero + ½⌋, 0, top): clamped first, so that truncation is the floor.
+/// clamp(⌊x/scale + zero + ½⌋, 0, top), a whole number; 0 for NaN.
 #[inline(always)]
-fn code<T: Real>(x: T, scale: T, zero: T, top: T) -> i32 {
+fn code<T: Real>(x: T, scale: T, zero: T, top: T) -> T {
     (x / scale + zero + T::from_f64(0.5))
         .at_least(T::default())
         .at_most(top)
-        .to_i32()
+        .floor()
 }
 
 #[cfg(test)]

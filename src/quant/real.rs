@@ -24,8 +24,10 @@ pub trait Real:
     /// Exact.
     fn from_i32(x: i32) -> Self;
     fn to_f32(self) -> f32;
-    /// Toward zero; NaN becomes 0.
-    fn to_i32(self) -> i32;
+    #[must_use]
+    fn floor(self) -> Self;
+    /// Of a whole number from 0 to 255. A cast with `as` checks every element for NaN and range, one at a time.
+    fn to_u8(self) -> u8;
 
     fn to_bf16(self) -> bf16 {
         bf16::from_f32(self.to_f32())
@@ -70,8 +72,12 @@ impl Real for f32 {
         self
     }
     #[inline(always)]
-    fn to_i32(self) -> i32 {
-        self as i32
+    fn floor(self) -> Self {
+        f32::floor(self)
+    }
+    #[inline(always)]
+    fn to_u8(self) -> u8 {
+        (self + 8_388_608.0).to_bits() as u8
     }
 }
 
@@ -93,7 +99,11 @@ impl Real for f64 {
         self as f32
     }
     #[inline(always)]
-    fn to_i32(self) -> i32 {
-        self as i32
+    fn floor(self) -> Self {
+        f64::floor(self)
+    }
+    #[inline(always)]
+    fn to_u8(self) -> u8 {
+        (self + 4_503_599_627_370_496.0).to_bits() as u8
     }
 }

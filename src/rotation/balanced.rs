@@ -70,7 +70,7 @@ pub fn balanced(m: &DMatrix<f64>, s: &DMatrix<f64>, p: f64) -> Result<Balanced> 
         bit_reversal::apply(&(root * basis * &mix))
     };
     let (mut encode, mut query) = (side(&root, -p), side(&inverse_root, p));
-    let scale = (s.trace() / (encode.tr_mul(&s) * &encode).trace()).sqrt();
+    let scale = (s.trace() / (&s * &encode).dot(&encode)).sqrt();
     encode *= scale;
     query /= scale;
 

@@ -87,7 +87,8 @@ pub fn symmetric(c: &DMatrix<f64>) -> Result<Eigen> {
 
 /// max |UᵀU − I| of a square matrix; NaN where it holds one.
 pub fn orthogonality_error(u: &DMatrix<f64>) -> f64 {
-    deviation_from_identity(&u.tr_mul(u))
+    // Not `tr_mul`, which multiplies column by column.
+    deviation_from_identity(&(u.transpose() * u))
 }
 
 /// max |x − I|; NaN where `x` holds one.
