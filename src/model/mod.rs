@@ -6,9 +6,13 @@
 mod attention;
 mod config;
 mod decoder;
+mod dense;
+mod gguf;
+mod hub;
 mod open;
 mod rope;
 mod sequence;
+mod weights;
 
 pub use attention::{Attention, FullAttention};
 pub use config::Config;

@@ -5,7 +5,7 @@ const LANES: usize = 16;
 /// 2^x within 1e-7 of the value from 2^-125 up, 0 below that; infinity from x = 128 up; NaN for NaN.
 #[inline(always)]
 #[allow(clippy::excessive_precision, clippy::unreadable_literal)]
-pub(super) fn exp2(x: f32) -> f32 {
+pub(crate) fn exp2(x: f32) -> f32 {
     // Adding 1.5·2^23 rounds to the nearest integer and leaves it in the sum's low bits.
     const ROUND: f32 = 12_582_912.0;
     let shifted = x + ROUND;

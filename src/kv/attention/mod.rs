@@ -7,7 +7,7 @@
 //! Results do not depend on the number of threads. NaN and infinity propagate into the outputs of queries near them.
 
 mod cpu;
-mod exp;
+pub(crate) mod exp;
 pub mod plain;
 mod probe;
 pub mod tensor;
