@@ -7,8 +7,11 @@
 //! ```
 
 pub mod chat_template;
+mod gguf_tokenizer;
 pub mod pack;
+mod parquet_rows;
 pub mod prompts;
+mod python_json;
 pub mod tokenizer;
 
 pub use chat_template::ChatTemplate;
