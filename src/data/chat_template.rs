@@ -14,8 +14,8 @@ use super::tokenizer::{SpecialTokens, Tokenizer};
 use crate::files::read_text;
 use crate::{Error, Result};
 
-/// Template instructions, and 64-byte blocks of text made, for one prompt: some seconds of work.
-const FUEL: u64 = 20_000_000;
+/// Template instructions, and 64-byte blocks of text made, for one prompt: a second of work.
+const FUEL: u64 = 5_000_000;
 
 /// A model's chat template, ready to run.
 #[derive(Clone, Debug)]
@@ -302,5 +302,126 @@ fn days_in(year: u32, month: u32) -> u32 {
         2 => 28,
         4 | 6 | 9 | 11 => 30,
         _ => 31,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn render(source: &str, messages: &str, tools: &str) -> Result<String> {
+        let specials = SpecialTokens {
+            bos: Some("<s>".into()),
+            ..SpecialTokens::default()
+        };
+        let template = ChatTemplate::new(source, "here".into(), specials);
+        let value = |json| serde_json::from_str(json).unwrap();
+        template.render("chats.jsonl:3", &value(messages), &value(tools))
+    }
+
+    const HELLO: &str = r#"[{"role": "user", "content": " hello "}]"#;
+
+    #[test]
+    fn follows_transformers() {
+        // Blocks take their line's indentation and newline with them; the last newline goes.
+        assert_eq!(
+            render(
+                "{%- for m in messages %}\n  {% if m.role == 'user' %}\n{{ m['content'].strip() }}|\n  {% endif %}\n{%- endfor %}\nend\n",
+                HELLO,
+                "null"
+            )
+            .unwrap(),
+            "hello|\nend"
+        );
+        assert_eq!(
+            render(
+                "{{ bos_token }}{{ eos_token is defined }}{{ add_generation_prompt }}{{ tools is none }}{{ messages[0].get('x', 'y') }}",
+                HELLO,
+                "null"
+            )
+            .unwrap(),
+            "<s>FalseFalseTruey"
+        );
+        assert_eq!(
+            render(
+                "{{ tools | tojson }}|{{ tools[0] | tojson(indent=4) }}",
+                HELLO,
+                r#"[{"z": "<é>", "a": 1.0}]"#
+            )
+            .unwrap(),
+            "[{\"z\": \"<é>\", \"a\": 1.0}]|{\n    \"z\": \"<é>\",\n    \"a\": 1.0\n}"
+        );
+        assert_eq!(
+            render(
+                "{% for m in messages %}{% generation %}a{%- endgeneration -%} {% endfor %}{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}",
+                HELLO,
+                "null"
+            )
+            .unwrap(),
+            "a01"
+        );
+    }
+
+    #[test]
+    fn the_date_is_pinned() {
+        let source = "{{ strftime_now('%d %b %Y|%A %-d. %B|%Y-%m-%d|%j|%y%%') }}";
+        assert_eq!(
+            render(source, HELLO, "null").unwrap(),
+            "01 Jan 2025|Wednesday 1. January|2025-01-01|001|25%"
+        );
+        let leap = Date::parse("2024-12-31").unwrap();
+        assert_eq!(leap.format("%a %j").unwrap(), "Tue 366");
+        let past = Date::parse("1999-03-01").unwrap();
+        assert_eq!(past.format("%a %j %e").unwrap(), "Mon 060  1");
+        for wrong in [
+            "2023-02-29",
+            "2024-13-01",
+            "2024-1-01",
+            "today",
+            "2024-01-01-01",
+        ] {
+            assert!(Date::parse(wrong).is_err(), "{wrong}");
+        }
+        let message = render("{{ strftime_now('%Q') }}", HELLO, "null")
+            .unwrap_err()
+            .to_string();
+        assert!(message.contains("does not know `%Q`"), "{message}");
+    }
+
+    #[test]
+    fn failures_name_the_prompt() {
+        let message = render(
+            "{{ raise_exception('roles must alternate') }}",
+            HELLO,
+            "null",
+        )
+        .unwrap_err()
+        .to_string();
+        assert!(
+            message.starts_with("chats.jsonl:3: chat template fails: "),
+            "{message}"
+        );
+        assert!(message.contains("roles must alternate"), "{message}");
+        assert!(message.contains("`here`"), "{message}");
+        assert!(render("{{ messages[0].x.y }}", HELLO, "null").is_err());
+        let message = render("{% if %}", HELLO, "null").unwrap_err().to_string();
+        assert!(
+            message.starts_with("here: not a sound template"),
+            "{message}"
+        );
+    }
+
+    #[test]
+    fn hostile_templates_end() {
+        for hostile in [
+            "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
+            "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+            "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+            "{{ 'a' * 1000000000000 }}",
+            "{% include 'chat' %}",
+        ] {
+            let message = render(hostile, HELLO, "null").unwrap_err().to_string();
+            assert!(message.starts_with("chats.jsonl:3"), "{message}");
+        }
     }
 }

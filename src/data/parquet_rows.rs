@@ -1,14 +1,17 @@
 //! Records of a Parquet file.
 
+use std::cell::Cell;
+use std::fmt::Display;
 use std::fs::File;
+use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::Once;
 
 use minijinja::Value;
 use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::Field;
-use parquet::schema::types::Type;
+use parquet::schema::types::{Type, TypePtr};
 
 use super::prompts::FIELDS;
 use crate::{Error, Result};
@@ -16,44 +19,85 @@ use crate::{Error, Result};
 /// Calls `take` with each row's number, from 1, and its prompt columns. A null, also inside a column, is left out: a
 /// struct column holds all fields of all rows, and in JSON those would be absent.
 pub(super) fn read(path: &Path, mut take: impl FnMut(usize, &Value) -> Result<()>) -> Result<()> {
-    let unsound =
-        |e: ParquetError| Error::invalid(path.display(), format!("not a sound Parquet file: {e}"));
+    let unsound = |problem: &dyn Display| {
+        Error::invalid(
+            path.display(),
+            format!("not a sound Parquet file: {problem}"),
+        )
+    };
     let file = File::open(path).map_err(Error::io("open", path))?;
-    let reader = SerializedFileReader::new(file).map_err(unsound)?;
-    let schema = reader.metadata().file_metadata().schema().clone();
-    let columns: Vec<Arc<Type>> = schema
+    let reader = guarded(|| SerializedFileReader::new(file)).map_err(|e| unsound(&e))?;
+    let schema = reader.metadata().file_metadata().schema();
+    let names = |list: &[TypePtr]| -> Vec<String> {
+        list.iter()
+            .map(|field| format!("`{}`", field.name()))
+            .collect()
+    };
+    let columns: Vec<TypePtr> = schema
         .get_fields()
         .iter()
         .filter(|field| FIELDS.contains(&field.name()))
         .cloned()
         .collect();
     if columns.is_empty() {
-        let names: Vec<String> = schema
-            .get_fields()
-            .iter()
-            .map(|field| format!("`{}`", field.name()))
-            .collect();
         return Err(Error::invalid(
             path.display(),
-            format!("holds no prompt, only {}", names.join(", ")),
+            format!(
+                "holds no prompt, only {}",
+                names(schema.get_fields()).join(", ")
+            ),
         )
         .hint("a column `text`, `messages` or `prompt` is needed"));
+    }
+    let chunks = reader
+        .metadata()
+        .row_groups()
+        .iter()
+        .flat_map(|g| g.columns());
+    for chunk in chunks {
+        let start = chunk
+            .dictionary_page_offset()
+            .unwrap_or_else(|| chunk.data_page_offset());
+        if start < 0 || chunk.compressed_size() < 0 {
+            return Err(unsound(&"a column lies at a negative offset"));
+        }
     }
     let projection = Type::group_type_builder(schema.name())
         .with_fields(columns)
         .build()
-        .map_err(unsound)?;
-    let rows = reader.get_row_iter(Some(projection)).map_err(unsound)?;
-    for (i, row) in rows.enumerate() {
-        let record: Value = row
-            .map_err(unsound)?
-            .into_columns()
+        .map_err(|e| unsound(&e))?;
+    let mut rows = guarded(|| reader.get_row_iter(Some(projection))).map_err(|e| unsound(&e))?;
+    for number in 1.. {
+        let Some(row) = guarded(|| rows.next().transpose()).map_err(|e| unsound(&e))? else {
+            break;
+        };
+        let columns = row.into_columns();
+        let record = columns
             .iter()
-            .filter_map(|(name, field)| Some((name.as_str(), value(field)?)))
-            .collect();
-        take(i + 1, &record)?;
+            .filter_map(|(name, field)| Some((name.as_str(), value(field)?)));
+        take(number, &Value::from_pairs(record))?;
     }
     Ok(())
+}
+
+/// The reader asserts some things that a corrupt file breaks; those are errors here, and said once.
+fn guarded<T>(
+    read: impl FnOnce() -> std::result::Result<T, ParquetError>,
+) -> std::result::Result<T, ParquetError> {
+    thread_local!(static QUIET: Cell<bool> = const { Cell::new(false) });
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let usual = take_hook();
+        set_hook(Box::new(move |info| {
+            if !QUIET.get() {
+                usual(info);
+            }
+        }));
+    });
+    QUIET.set(true);
+    let result = catch_unwind(AssertUnwindSafe(read));
+    QUIET.set(false);
+    result.unwrap_or_else(|_| Err(ParquetError::General("corrupt data".to_owned())))
 }
 
 fn value(field: &Field) -> Option<Value> {
@@ -76,20 +120,20 @@ fn value(field: &Field) -> Option<Value> {
             Ok(text) => Value::from(text),
             Err(_) => Value::from_bytes(bytes.data().to_vec()),
         },
-        Field::Group(row) => row
-            .get_column_iter()
-            .filter_map(|(name, field)| Some((name.as_str(), value(field)?)))
-            .collect(),
+        Field::Group(row) => Value::from_pairs(
+            row.get_column_iter()
+                .filter_map(|(name, field)| Some((name.as_str(), value(field)?))),
+        ),
         Field::ListInternal(list) => list
             .elements()
             .iter()
             .map(|field| value(field).unwrap_or_default())
             .collect(),
-        Field::MapInternal(map) => map
-            .entries()
-            .iter()
-            .filter_map(|(key, field)| Some((value(key)?, value(field)?)))
-            .collect(),
+        Field::MapInternal(map) => Value::from_pairs(
+            map.entries()
+                .iter()
+                .filter_map(|(key, field)| Some((value(key)?, value(field)?))),
+        ),
         other => Value::from(other.to_string()),
     })
 }

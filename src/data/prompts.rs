@@ -174,7 +174,7 @@ fn from_record(
 ) -> Result<Option<Prompt>> {
     if record.kind() != ValueKind::Map {
         return Err(
-            Error::invalid(&place, format!("{} is not an object", record.kind())).hint(ACCEPTED),
+            Error::invalid(&place, format!("a {} is not an object", record.kind())).hint(ACCEPTED),
         );
     }
     let field = |name: &str| {

@@ -48,12 +48,10 @@ fn sorted(value: &Value) -> Value {
         ValueKind::Map => {
             let mut keys: Vec<Value> = items().collect();
             keys.sort();
-            keys.into_iter()
-                .map(|key| {
-                    let item = value.get_item(&key).unwrap_or_default();
-                    (key, sorted(&item))
-                })
-                .collect()
+            Value::from_pairs(keys.into_iter().map(|key| {
+                let item = value.get_item(&key).unwrap_or_default();
+                (key, sorted(&item))
+            }))
         }
         ValueKind::Seq => items().map(|item| sorted(&item)).collect(),
         _ => value.clone(),
@@ -189,5 +187,48 @@ impl Formatter for Python<'_> {
             _ if value.fract() == 0.0 => write!(writer, "{value:.1}"),
             _ => write!(writer, "{value}"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn value(json: &str) -> Value {
+        serde_json::from_str(json).unwrap()
+    }
+
+    /// Expected strings are Python's own.
+    #[test]
+    fn equals_python() {
+        let tools = value(
+            r#"{"b": [1, 2.0, 1e16, 1e-5, 0.0001, 123456789.25], "a": {"x": [], "y": {}, "é\n": null}, "<t>": "a\"'\u0001"}"#,
+        );
+        assert_eq!(
+            dumps(&tools, &Style::default()).unwrap(),
+            r#"{"b": [1, 2.0, 1e+16, 1e-05, 0.0001, 123456789.25], "a": {"x": [], "y": {}, "é\n": null}, "<t>": "a\"'\u0001"}"#
+        );
+        let style = Style {
+            indent: Some(2),
+            ensure_ascii: true,
+            sort_keys: true,
+            separators: None,
+        };
+        assert_eq!(
+            dumps(
+                &value(r#"{"b": [1, {"😀": true}], "a": [], "c": [[]]}"#),
+                &style
+            )
+            .unwrap(),
+            "{\n  \"a\": [],\n  \"b\": [\n    1,\n    {\n      \"\\ud83d\\ude00\": true\n    }\n  ],\n  \"c\": [\n    []\n  ]\n}"
+        );
+        let style = Style {
+            separators: Some((",".into(), ":".into())),
+            ..Style::default()
+        };
+        assert_eq!(
+            dumps(&value(r#"{"b": [1, 2], "a": -0.5}"#), &style).unwrap(),
+            r#"{"b":[1,2],"a":-0.5}"#
+        );
     }
 }
