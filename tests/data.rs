@@ -314,13 +314,11 @@ fn broken_parquet_is_refused() {
             assert!(read(&path).is_err(), "{name} cut at {len}");
         }
         // Some flips are harmless; none may panic.
-        for at in 0..sound.len() {
-            for bit in [1, 0x80] {
-                let mut flipped = sound.clone();
-                flipped[at] ^= bit;
-                fs::write(&path, &flipped).unwrap();
-                let _ = read(&path);
-            }
+        for at in (0..sound.len()).step_by(2) {
+            let mut flipped = sound.clone();
+            flipped[at] ^= if at % 4 == 0 { 1 } else { 0x80 };
+            fs::write(&path, &flipped).unwrap();
+            let _ = read(&path);
         }
     }
 }
@@ -683,15 +681,10 @@ fn tokens_beyond_the_vocabulary_are_refused_by_prompt() {
 fn the_same_prompts_give_the_same_corpus_on_any_number_of_threads() {
     let folder = TempDir::new().unwrap();
     let tokenizer = Tokenizer::from_gguf(&gguf(&folder, Some("smollm"), &[])).unwrap();
-    let lines: String = (0..300)
-        .map(|i| {
-            format!(
-                "{{\"text\": \"prompt {i} {}\"}}\n",
-                "ab 1234 ".repeat(i % 7)
-            )
-        })
+    let lines: Vec<String> = (0..300)
+        .map(|i| format!("{{\"text\": \"prompt {i} {}\"}}", "ab 1234 ".repeat(i % 7)))
         .collect();
-    let prompts = read(&write(&folder, "a.jsonl", lines)).unwrap();
+    let prompts = read(&write(&folder, "a.jsonl", lines.join("\n"))).unwrap();
     let corpus = |threads| {
         let pool = rayon::ThreadPoolBuilder::new()
             .num_threads(threads)

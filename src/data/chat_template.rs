@@ -173,6 +173,7 @@ fn without_generation_tags(source: &str) -> String {
 }
 
 /// `tojson` as transformers has it: Python's `json.dumps`, with no HTML escapes.
+#[allow(clippy::needless_pass_by_value)] // minijinja hands them over so
 fn to_json(
     state: &State,
     value: &Value,
@@ -298,7 +299,9 @@ impl Date {
 
 fn days_in(year: u32, month: u32) -> u32 {
     match month {
-        2 if year % 4 == 0 && (year % 100 != 0 || year % 400 == 0) => 29,
+        2 if year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400)) => {
+            29
+        }
         2 => 28,
         4 | 6 | 9 | 11 => 30,
         _ => 31,

@@ -23,6 +23,8 @@ const UNKNOWN: i64 = 2;
 const CONTROL: i64 = 3;
 const USER_DEFINED: i64 = 4;
 
+const PRE: &str = "tokenizer.ggml.pre";
+
 const QWEN2_SPLIT: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const LLAMA3_SPLIT: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
@@ -158,10 +160,9 @@ fn byte_level(metadata: &Metadata<'_>, tokens: &[&str]) -> Result<Pipeline> {
             bytes(false),
         ])
     };
-    const KEY: &str = "tokenizer.ggml.pre";
-    let pre = metadata.string(KEY)?.ok_or_else(|| {
+    let pre = metadata.string(PRE)?.ok_or_else(|| {
         metadata
-            .missing(KEY)
+            .missing(PRE)
             .hint("the file is from before GGUF named the pre-tokenizer: use a newer one, or the model's Hugging Face folder")
     })?;
     let (normalizer, pre_tokenizer) = match pre {
@@ -178,7 +179,7 @@ fn byte_level(metadata: &Metadata<'_>, tokens: &[&str]) -> Result<Pipeline> {
         other => {
             return Err(metadata
                 .wrong(
-                    KEY,
+                    PRE,
                     format!(
                         "pre-tokenizer `{other}` is not known; known are smollm, gpt-2, default, qwen2, \
                          deepseek-r1-qwen, llama-bpe"

@@ -252,7 +252,6 @@ fn pieces<'a>(prompts: &'a [TokenizedPrompt], options: &PackOptions) -> Result<V
     let mut pieces = Vec::with_capacity(prompts.len());
     for (document, prompt) in prompts.iter().enumerate() {
         let ids = match options.overlong {
-            Overlong::Split => &prompt.token_ids[..],
             Overlong::Truncate => &prompt.token_ids[..prompt.token_ids.len().min(seq_len)],
             Overlong::Error if prompt.token_ids.len() > seq_len => {
                 return Err(Error::invalid(
@@ -264,7 +263,7 @@ fn pieces<'a>(prompts: &'a [TokenizedPrompt], options: &PackOptions) -> Result<V
                 )
                 .hint("raise `--seq-len`, or let long prompts be split or truncated"));
             }
-            Overlong::Error => &prompt.token_ids[..],
+            Overlong::Split | Overlong::Error => &prompt.token_ids[..],
         };
         pieces.extend(
             ids.chunks(seq_len)

@@ -9,6 +9,7 @@ use std::sync::Once;
 
 use minijinja::Value;
 use parquet::errors::ParquetError;
+use parquet::file::metadata::RowGroupMetaData;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::Field;
 use parquet::schema::types::{Type, TypePtr};
@@ -53,7 +54,7 @@ pub(super) fn read(path: &Path, mut take: impl FnMut(usize, &Value) -> Result<()
         .metadata()
         .row_groups()
         .iter()
-        .flat_map(|g| g.columns());
+        .flat_map(RowGroupMetaData::columns);
     for chunk in chunks {
         let start = chunk
             .dictionary_page_offset()
