@@ -314,9 +314,9 @@ fn broken_parquet_is_refused() {
             assert!(read(&path).is_err(), "{name} cut at {len}");
         }
         // Some flips are harmless; none may panic.
-        for at in (0..sound.len()).step_by(2) {
+        for at in (0..sound.len()).step_by(5) {
             let mut flipped = sound.clone();
-            flipped[at] ^= if at % 4 == 0 { 1 } else { 0x80 };
+            flipped[at] ^= if at % 2 == 0 { 1 } else { 0x80 };
             fs::write(&path, &flipped).unwrap();
             let _ = read(&path);
         }
