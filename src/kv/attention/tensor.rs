@@ -1,13 +1,20 @@
-//! Attention of candle tensors: f32 slices on the CPU, candle's operations on other devices.
+//! Attention of candle tensors of any float dtype: q (tokens, heads, head_dim), k and v (tokens, kv_heads, head_dim).
+//! On the CPU their f32 slices go to the blocked attention; elsewhere candle's operations compute the same in f32.
 
-use candle_core::{DType, Device, Tensor};
+use std::ops::{Deref, Range};
+
+use candle_core::{CpuStorage, DType, Storage, Tensor};
+use candle_nn::ops::softmax_last_dim;
 
 use super::Dims;
-use crate::Result;
+use crate::{Error, Result};
 
-/// [`causal`](super::causal) of tensors of any float dtype: q (tokens, heads, head_dim), k and v
-/// (tokens, kv_heads, head_dim). Returns o in the dtype and on the device of `q`, and the key weights
-/// (tokens, kv_heads) where asked for.
+/// Elements of a block's scores over all heads, where candle computes them.
+const BLOCK_SCORES: usize = 1 << 26;
+const BLOCK_TOKENS: usize = 256;
+
+/// [`causal`](super::causal): o in the dtype and on the device of `q`, and the key weights (tokens, kv_heads) where
+/// asked for.
 ///
 /// # Errors
 /// Where shapes do not fit each other, or the device fails.
@@ -18,23 +25,22 @@ pub fn causal(
     prompt_lens: &[usize],
     key_weights: bool,
 ) -> Result<(Tensor, Option<Vec<f64>>)> {
-    let dims = dims(q, k)?;
-    let out = super::causal(
-        &floats(q)?,
-        &floats(k)?,
-        &floats(v)?,
-        dims,
-        prompt_lens,
-        key_weights,
-    )?;
-    let o = Tensor::from_vec(out.o, q.shape(), &Device::Cpu)?;
-    Ok((
-        o.to_device(q.device())?.to_dtype(q.dtype())?,
-        out.key_weights,
-    ))
+    let dims = dims(q, &[k, v], prompt_lens)?;
+    let (dtype, [q, k, v]) = (q.dtype(), floats([q, k, v])?);
+    let (o, weights) = if q.device().is_cpu() {
+        let [q_slice, k, v] = [&q, &k, &v].map(slice);
+        let out = super::causal(&q_slice, &k, &v, dims, prompt_lens, key_weights)?;
+        (
+            Tensor::from_vec(out.o, q.shape(), q.device())?,
+            out.key_weights,
+        )
+    } else {
+        by_candle(&q, &k, &v, None, dims, prompt_lens, key_weights)?
+    };
+    Ok((o.to_dtype(dtype)?, weights))
 }
 
-/// [`windowed`](super::windowed) of tensors of any float dtype, shaped as in [`causal`].
+/// [`windowed`](super::windowed): o in the dtype and on the device of `q`.
 ///
 /// # Errors
 /// Where shapes do not fit each other, or the device fails.
@@ -48,29 +54,269 @@ pub fn windowed(
     sink: usize,
     recent: usize,
 ) -> Result<Tensor> {
-    let dims = dims(q, k)?;
-    let (k_hat, v_hat) = (floats(k_hat)?, floats(v_hat)?);
-    let o = super::windowed(
-        &floats(q)?,
-        &floats(k)?,
-        &floats(v)?,
-        &k_hat,
-        &v_hat,
-        dims,
-        prompt_lens,
-        sink,
-        recent,
-    )?;
-    let o = Tensor::from_vec(o, q.shape(), &Device::Cpu)?;
-    Ok(o.to_device(q.device())?.to_dtype(q.dtype())?)
+    let dims = dims(q, &[k, v, k_hat, v_hat], prompt_lens)?;
+    let (dtype, [q, k, v, k_hat, v_hat]) = (q.dtype(), floats([q, k, v, k_hat, v_hat])?);
+    let o = if q.device().is_cpu() {
+        let [q_slice, k, v, k_hat, v_hat] = [&q, &k, &v, &k_hat, &v_hat].map(slice);
+        let o = super::windowed(
+            &q_slice,
+            &k,
+            &v,
+            &k_hat,
+            &v_hat,
+            dims,
+            prompt_lens,
+            sink,
+            recent,
+        )?;
+        Tensor::from_vec(o, q.shape(), q.device())?
+    } else {
+        let hats = Hats {
+            k: &k_hat,
+            v: &v_hat,
+            sink,
+            recent,
+        };
+        by_candle(&q, &k, &v, Some(hats), dims, prompt_lens, false)?.0
+    };
+    Ok(o.to_dtype(dtype)?)
 }
 
-fn dims(q: &Tensor, k: &Tensor) -> Result<Dims> {
-    let (_, heads, head_dim) = q.dims3()?;
-    let (_, kv_heads, _) = k.dims3()?;
+fn dims(q: &Tensor, keys_and_values: &[&Tensor], prompt_lens: &[usize]) -> Result<Dims> {
+    let (tokens, heads, head_dim) = q.dims3()?;
+    let (_, kv_heads, _) = keys_and_values[0].dims3()?;
+    let fit = |x: &&Tensor| x.dims() == [tokens, kv_heads, head_dim];
+    if !keys_and_values.iter().all(fit) || prompt_lens.iter().sum::<usize>() != tokens {
+        return Err(Error::invalid(
+            "attention",
+            format!(
+                "prompts of {} tokens, q {:?}, k and v {:?} do not fit each other",
+                prompt_lens.iter().sum::<usize>(),
+                q.shape(),
+                keys_and_values
+                    .iter()
+                    .map(|x| x.shape())
+                    .collect::<Vec<_>>(),
+            ),
+        ));
+    }
     Dims::new(heads, kv_heads, head_dim)
 }
 
-fn floats(x: &Tensor) -> Result<Vec<f32>> {
-    Ok(x.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
+fn floats<const N: usize>(tensors: [&Tensor; N]) -> Result<[Tensor; N]> {
+    let floats = tensors.map(|x| x.to_dtype(DType::F32)?.contiguous());
+    let floats = floats
+        .into_iter()
+        .collect::<candle_core::Result<Vec<_>>>()?;
+    Ok(floats.try_into().expect("as many as came in"))
+}
+
+/// A contiguous f32 tensor on the CPU, read where it lies.
+struct Floats<S> {
+    storage: S,
+    range: Range<usize>,
+}
+
+fn slice(tensor: &Tensor) -> Floats<impl Deref<Target = Storage> + '_> {
+    let (storage, layout) = tensor.storage_and_layout();
+    let start = layout.start_offset();
+    Floats {
+        storage,
+        range: start..start + tensor.elem_count(),
+    }
+}
+
+impl<S: Deref<Target = Storage>> Deref for Floats<S> {
+    type Target = [f32];
+
+    fn deref(&self) -> &[f32] {
+        match &*self.storage {
+            Storage::Cpu(CpuStorage::F32(floats)) => &floats[self.range.clone()],
+            _ => &[],
+        }
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Hats<'a> {
+    k: &'a Tensor,
+    v: &'a Tensor,
+    sink: usize,
+    recent: usize,
+}
+
+/// The same in candle's operations: contiguous f32 tensors on any device, blocks of queries against all tokens before.
+fn by_candle(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    hats: Option<Hats>,
+    dims: Dims,
+    prompt_lens: &[usize],
+    key_weights: bool,
+) -> Result<(Tensor, Option<Vec<f64>>)> {
+    let Dims {
+        heads,
+        kv_heads,
+        head_dim: d,
+    } = dims;
+    let group = dims.group();
+    let scale = 1.0 / (d as f64).sqrt();
+    let mut weights = key_weights.then(|| vec![0.0; k.elem_count() / d]);
+    let mut outputs = Vec::new();
+    let mut prompt = 0;
+    for &len in prompt_lens {
+        // (kv_heads, tokens, d)
+        let of_prompt = |x: &Tensor| x.narrow(0, prompt, len)?.transpose(0, 1)?.contiguous();
+        let (k, v) = (of_prompt(k)?, of_prompt(v)?);
+        let hats = hats
+            .map(|hats| Ok::<_, Error>((of_prompt(hats.k)?, of_prompt(hats.v)?, hats)))
+            .transpose()?;
+        let rows = (BLOCK_SCORES / (heads * len).max(1)).clamp(1, BLOCK_TOKENS);
+        for start in (0..len).step_by(rows) {
+            let end = (start + rows).min(len);
+            let n = end - start;
+            let q = q
+                .narrow(0, prompt + start, n)?
+                .reshape((n, kv_heads, group, d))?;
+            let q = (q.permute((1, 2, 0, 3))?.reshape((kv_heads, group * n, d))? * scale)?;
+            let shape = (kv_heads, group, n, end);
+            let score = |k: &Tensor| q.matmul(&k.narrow(1, 0, end)?.t()?)?.reshape(shape);
+            // 1 where the query at start + row and the token at column meet so.
+            let mask = |meet: &dyn Fn(usize, usize) -> bool| {
+                let cells = (start..end).flat_map(|i| (0..end).map(move |j| (i, j)));
+                let mask: Vec<u8> = cells.map(|(i, j)| u8::from(meet(i, j))).collect();
+                Tensor::from_vec(mask, (n, end), q.device())?.broadcast_as(shape)
+            };
+            let exact = hats
+                .as_ref()
+                .map(|(.., h)| mask(&|i, j| j < h.sink || j + h.recent > i))
+                .transpose()?;
+            let scores = match (&exact, &hats) {
+                (Some(exact), Some((k_hat, ..))) => {
+                    exact.where_cond(&score(&k)?, &score(k_hat)?)?
+                }
+                _ => score(&k)?,
+            };
+            let never = Tensor::new(f32::NEG_INFINITY, q.device())?.broadcast_as(shape)?;
+            let p = softmax_last_dim(&mask(&|i, j| j <= i)?.where_cond(&scores, &never)?)?;
+            let apply = |p: &Tensor, v: &Tensor| {
+                p.reshape((kv_heads, group * n, end))?
+                    .matmul(&v.narrow(1, 0, end)?.contiguous()?)
+            };
+            let o = match (&exact, &hats) {
+                (Some(exact), Some((_, v_hat, _))) => {
+                    let zero = p.zeros_like()?;
+                    let windows = apply(&exact.where_cond(&p, &zero)?, &v)?;
+                    (windows + apply(&exact.where_cond(&zero, &p)?, v_hat)?)?
+                }
+                _ => apply(&p, &v)?,
+            };
+            let o = o.reshape((kv_heads, group, n, d))?.permute((2, 0, 1, 3))?;
+            outputs.push(o.reshape((n, heads, d))?);
+            if let Some(weights) = &mut weights {
+                let sums = p.sqr()?.sum((1, 2))?.t()?.to_vec2::<f32>()?;
+                for (sum, weight) in weights[prompt * kv_heads..]
+                    .iter_mut()
+                    .zip(sums.iter().flatten())
+                {
+                    *sum += f64::from(*weight);
+                }
+            }
+        }
+        prompt += len;
+    }
+    let o = if outputs.is_empty() {
+        q.clone()
+    } else {
+        Tensor::cat(&outputs, 0)?
+    };
+    Ok((o, weights))
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+    use crate::kv::attention::random;
+
+    fn tensor(seed: u64, heads: usize) -> Tensor {
+        Tensor::from_vec(
+            random(seed, 330 * heads * 16, 1.0),
+            (330, heads, 16),
+            &Device::Cpu,
+        )
+        .unwrap()
+    }
+
+    fn apart(a: &Tensor, b: &Tensor) -> f32 {
+        let difference =
+            (a.to_dtype(DType::F32).unwrap() - b.to_dtype(DType::F32).unwrap()).unwrap();
+        difference
+            .abs()
+            .unwrap()
+            .max_all()
+            .unwrap()
+            .to_scalar()
+            .unwrap()
+    }
+
+    #[test]
+    fn candle_operations_compute_the_same() {
+        let q = tensor(1, 6);
+        let [k, v, k_hat, v_hat] = [2, 3, 4, 5].map(|seed| tensor(seed, 2));
+        let (dims, prompt_lens) = (Dims::new(6, 2, 16).unwrap(), [29, 1, 300]);
+        let (o, weights) = causal(&q, &k, &v, &prompt_lens, true).unwrap();
+        let (other, other_weights) = by_candle(&q, &k, &v, None, dims, &prompt_lens, true).unwrap();
+        assert!(apart(&o, &other) < 1e-5);
+        for (a, b) in weights.unwrap().iter().zip(other_weights.unwrap()) {
+            assert!((a - b).abs() < 1e-5 * b.max(1.0));
+        }
+        for (sink, recent) in [(4, 16), (0, 0), (500, 1), (0, 500)] {
+            let o = windowed(&q, &k, &v, &k_hat, &v_hat, &prompt_lens, sink, recent).unwrap();
+            let hats = Hats {
+                k: &k_hat,
+                v: &v_hat,
+                sink,
+                recent,
+            };
+            let (other, _) = by_candle(&q, &k, &v, Some(hats), dims, &prompt_lens, false).unwrap();
+            assert!(apart(&o, &other) < 1e-5);
+        }
+    }
+
+    #[test]
+    fn strided_and_half_precision_tensors_are_read() {
+        let (q, k, v) = (tensor(1, 4), tensor(2, 2), tensor(3, 2));
+        let (o, _) = causal(&q, &k, &v, &[330], false).unwrap();
+        let strided = k
+            .transpose(0, 1)
+            .unwrap()
+            .contiguous()
+            .unwrap()
+            .transpose(0, 1)
+            .unwrap();
+        let joined = Tensor::cat(&[&v, &k], 0).unwrap();
+        let offset = joined.narrow(0, 330, 330).unwrap();
+        for k in [strided, offset] {
+            assert_eq!(
+                apart(&o, &causal(&q, &k, &v, &[330], false).unwrap().0),
+                0.0
+            );
+        }
+        let [q, k, v] = [q, k, v].map(|x| x.to_dtype(DType::BF16).unwrap());
+        let (half, _) = causal(&q, &k, &v, &[330], false).unwrap();
+        assert_eq!(half.dtype(), DType::BF16);
+        assert!(apart(&o, &half) < 0.05);
+    }
+
+    #[test]
+    fn shapes_that_do_not_fit_are_refused() {
+        let (q, k) = (tensor(1, 4), tensor(2, 2));
+        assert!(causal(&q, &k, &k, &[300], false).is_err());
+        assert!(causal(&q, &tensor(2, 3), &tensor(2, 3), &[330], false).is_err());
+        assert!(causal(&q, &k, &k.transpose(0, 1).unwrap(), &[330], false).is_err());
+        assert!(windowed(&q, &k, &k, &k, &q, &[330], 0, 0).is_err());
+    }
 }
