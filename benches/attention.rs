@@ -65,14 +65,14 @@ fn probes(c: &mut Criterion) {
     let mut bench = c.benchmark_group("probe, 128 positions x 3 heads of 4096 tokens, one thread");
     bench.sample_size(10);
     bench.bench_function("new", |b| {
-        b.iter(|| Probe::new(black_box(&q), &k, &v, d, &positions, 64, 256))
+        b.iter(|| Probe::new(black_box(&q), &k, &v, d, &positions, 64, 256));
     });
     let probe = Probe::new(&q, &k, &v, d, &positions, 64, 256).expect("shapes fit");
     bench.bench_function("keys", |b| {
-        b.iter(|| probe.error(Some(black_box(&k_hat)), None))
+        b.iter(|| probe.error(Some(black_box(&k_hat)), None));
     });
     bench.bench_function("values", |b| {
-        b.iter(|| probe.error(None, Some(black_box(&v_hat))))
+        b.iter(|| probe.error(None, Some(black_box(&v_hat))));
     });
     bench.finish();
 }

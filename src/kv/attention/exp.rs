@@ -78,6 +78,7 @@ pub(super) fn weigh(row: &mut [f32], start: f32) -> (f32, f32) {
 }
 
 #[cfg(test)]
+#[allow(clippy::float_cmp)]
 mod tests {
     use super::*;
 

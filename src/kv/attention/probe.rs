@@ -332,6 +332,7 @@ fn ratio(error: f64, of: f64) -> f64 {
 }
 
 #[cfg(test)]
+#[allow(clippy::float_cmp)]
 mod tests {
     use super::*;
     use crate::kv::attention::{Dims, plain, random};
@@ -483,7 +484,7 @@ mod tests {
         let Case { q, k, v, .. } = case();
         assert!(Probe::new(&q[..D], &k, &v, D, &[TOKENS], 0, 0).is_err());
         assert!(Probe::new(&q[..D], &k, &v[D..], D, &[0], 0, 0).is_err());
-        assert!(Probe::new(&q[..D + 1], &k, &v, D, &[0], 0, 0).is_err());
+        assert!(Probe::new(&q[..=D], &k, &v, D, &[0], 0, 0).is_err());
         assert!(Probe::new(&q[..D], &k, &v, 0, &[0], 0, 0).is_err());
         let probe = Probe::new(&q[..D], &k, &v, D, &[0], 0, 0).unwrap();
         assert!(probe.error(Some(&k[1..]), None).is_err());

@@ -235,6 +235,7 @@ fn by_candle(
 }
 
 #[cfg(test)]
+#[allow(clippy::float_cmp)]
 mod tests {
     use candle_core::Device;
 
