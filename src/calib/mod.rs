@@ -4,9 +4,11 @@ pub mod accumulate;
 mod checkpoint;
 pub mod collect;
 mod container;
+pub mod fit;
 pub mod moments;
 pub mod progress;
 
 pub use collect::{CollectOptions, Collected, CorpusShape, Plan, collect, plan};
+pub use fit::{FitOptions, Fitted, fit};
 pub use moments::Moments;
 pub use progress::Progress;

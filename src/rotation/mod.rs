@@ -9,8 +9,12 @@ pub mod bit_reversal;
 pub mod eigen;
 pub mod hadamard;
 pub mod oscar;
+pub mod search;
+mod sensitivity;
 mod served;
 
 pub use balanced::{Balanced, balanced};
 pub use oscar::{Rotation, oscar};
+pub use search::HeldOut;
+pub use sensitivity::Sensitivity;
 pub use served::Transform;
