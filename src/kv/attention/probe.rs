@@ -30,6 +30,8 @@ pub struct Probe<'a> {
     window_o: Vec<f32>,
     /// (positions · group, head_dim)
     o: Vec<f32>,
+    /// Σ(s − s̄)² of [`ProbeError::logits`], in the scores' base.
+    spread: f64,
     metric: Option<&'a [f32]>,
 }
 
@@ -95,6 +97,7 @@ impl<'a> Probe<'a> {
             window_mass: vec![0.0; rows],
             window_o: vec![0.0; q.len()],
             o: vec![0.0; q.len()],
+            spread: 0.0,
             metric: None,
         };
         let mut scores = std::mem::take(&mut probe.scores);
@@ -108,6 +111,13 @@ impl<'a> Probe<'a> {
             let p = &mut p[row * tokens..][..tokens];
             let (seen, future) = p.split_at_mut(position + 1);
             future.fill(0.0);
+            let quantized = &seen[history.start.min(position + 1)..history.end.min(position + 1)];
+            let sum: f64 = quantized.iter().map(|&s| f64::from(s)).sum();
+            let mean = sum / quantized.len() as f64;
+            probe.spread += quantized
+                .iter()
+                .map(|&s| (f64::from(s) - mean).powi(2))
+                .sum::<f64>();
             let (max, sum) = exp::weigh(seen, f32::NEG_INFINITY);
             probe.log_sum[row] = max + sum.log2();
             for p in seen.iter_mut() {
@@ -211,7 +221,7 @@ impl<'a> Probe<'a> {
             ));
         }
         let mut o = self.window_o.clone();
-        let (mut error, mut spread) = (0.0, 0.0);
+        let mut error = 0.0;
         let mut buffer = vec![0.0; BLOCK_ROWS * self.tokens];
         let rows = self.positions.len() * self.group;
         for start in (0..rows).step_by(BLOCK_ROWS) {
@@ -237,26 +247,19 @@ impl<'a> Probe<'a> {
                 let (w, unseen) = w.split_at_mut(scores.len());
                 unseen.fill(0.0);
                 if k_hat.is_some() {
-                    error += squares(w.iter().zip(scores).map(|(a, b)| f64::from(a - b)));
+                    error += squared_distance(w, scores);
                 } else {
                     w.copy_from_slice(scores);
                 }
-                let mean = scores.iter().map(|&s| f64::from(s)).sum::<f64>() / scores.len() as f64;
-                spread += squares(scores.iter().map(|&s| f64::from(s) - mean));
                 let log_sum = self.log_sum[row];
                 let (max, sum) = exp::weigh(w, log_sum);
                 let window = (log_sum - max).exp2();
                 *scale = (window, 1.0 / (window * self.window_mass[row] + sum));
             }
             let o = &mut o[block.start * d..block.end * d];
-            for (o, (window, norm)) in o.chunks_exact_mut(d).zip(scales) {
+            for (o, (window, _)) in o.chunks_exact_mut(d).zip(scales) {
                 for o in o.iter_mut() {
-                    *o *= window * norm;
-                }
-            }
-            for (w, (_, norm)) in weights.chunks_exact_mut(columns.len()).zip(scales) {
-                for w in w.iter_mut() {
-                    *w *= norm;
+                    *o *= window;
                 }
             }
             let values = &v_hat.unwrap_or(self.v)[columns.start * d..columns.end * d];
@@ -270,8 +273,13 @@ impl<'a> Probe<'a> {
                 1.0,
                 1.0,
             );
+            for (o, (_, norm)) in o.chunks_exact_mut(d).zip(scales) {
+                for o in o.iter_mut() {
+                    *o *= norm;
+                }
+            }
         }
-        Ok((o, ratio(error, spread)))
+        Ok((o, ratio(error, self.spread)))
     }
 
     /// Tokens that a query at position `i` reads quantized.
@@ -297,7 +305,7 @@ impl<'a> Probe<'a> {
     /// Σ‖row·L‖²
     fn energy(&self, rows: &[f32]) -> f64 {
         let d = self.head_dim;
-        let sum = |x: &[f32]| squares(x.iter().map(|&x| f64::from(x)));
+        let sum = |x: &[f32]| x.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>();
         let Some(factors) = self.metric else {
             return sum(rows);
         };
@@ -323,8 +331,15 @@ impl<'a> Probe<'a> {
     }
 }
 
-fn squares(x: impl Iterator<Item = f64>) -> f64 {
-    x.map(|x| x * x).sum()
+/// Σ(a − b)², in lanes that vectorise.
+fn squared_distance(a: &[f32], b: &[f32]) -> f64 {
+    let mut lanes = [0.0; 16];
+    for (a, b) in a.chunks(lanes.len()).zip(b.chunks(lanes.len())) {
+        for ((lane, a), b) in lanes.iter_mut().zip(a).zip(b) {
+            *lane += f64::from(a - b).powi(2);
+        }
+    }
+    lanes.iter().sum()
 }
 
 fn ratio(error: f64, of: f64) -> f64 {
