@@ -9,6 +9,7 @@
 //! Modules stand in the order in which data flows, and import only those below them.
 
 pub mod calib;
+pub mod cli;
 pub mod data;
 pub mod eval;
 pub mod kv;

@@ -112,8 +112,11 @@ impl FitOptions {
         }
     }
 
-    /// The channels of a group, or what is wrong with the options.
-    fn check(&self, head_dims: &[usize]) -> Result<usize> {
+    /// The channels of a group, for a model of these head dims.
+    ///
+    /// # Errors
+    /// Options that are out of range, or fit neither the model nor each other.
+    pub fn check(&self, head_dims: &[usize]) -> Result<usize> {
         for (flag, clip) in [("--k-clip", self.k_clip), ("--v-clip", self.v_clip)] {
             if clip.is_some_and(|clip| !(clip > 0.0 && clip <= 1.0)) {
                 return Err(Error::invalid(

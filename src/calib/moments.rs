@@ -416,6 +416,19 @@ const PROMPT_LENS: &str = "holdout.prompt_lens";
 const LARGEST: usize = 1 << 20;
 
 impl Moments {
+    /// Whether `path` is a safetensors file whose header has the key of moments files, sound or not.
+    pub fn recognise(path: &Path) -> Result<bool> {
+        use std::io::Read;
+        let file = std::fs::File::open(path).map_err(Error::io("open", path))?;
+        let mut start = Vec::new();
+        // The metadata stands first in the header.
+        file.take(1 << 16)
+            .read_to_end(&mut start)
+            .map_err(Error::io("read", path))?;
+        let key = format!("\"{KEY}\"").into_bytes();
+        Ok(start.windows(key.len()).any(|window| window == key))
+    }
+
     /// Opens a file and checks its header: version, names, dtypes and shapes. Values are checked as they are read,
     /// the content hash by [`Self::verify`].
     pub fn open(path: &Path) -> Result<Self> {

@@ -6,6 +6,7 @@
 //!           PackedSequence of calibration ◀──pack── ──windows──▶ PackedSequence of evaluation
 //! ```
 
+pub mod bundled;
 pub mod chat_template;
 mod gguf_tokenizer;
 pub mod pack;

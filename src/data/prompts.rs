@@ -109,61 +109,65 @@ fn read_file(
     template: Option<&ChatTemplate>,
     prompts: &mut Vec<Prompt>,
 ) -> Result<()> {
-    let before = prompts.len();
-    match format {
-        Format::Text => {
-            let text = plain_text(path)?.replace("\r\n", "\n");
-            if !text.trim().is_empty() {
-                prompts.push(Prompt {
-                    place: path.display().to_string(),
-                    text,
-                    templated: false,
-                });
-            }
-        }
-        Format::JsonLines => {
-            for (i, line) in plain_text(path)?.lines().enumerate() {
-                if line.trim().is_empty() {
-                    continue;
-                }
-                let place = format!("{}:{}", path.display(), i + 1);
-                let record: Value = serde_json::from_str(line).map_err(|e| {
-                    // serde_json counts lines too, and there is but one.
-                    let problem = e.to_string();
-                    let problem = problem.split(" at line ").next().unwrap_or_default();
-                    Error::invalid(
-                        &place,
-                        format!("malformed JSON: {problem} (column {})", e.column()),
-                    )
-                })?;
-                prompts.extend(from_record(place, &record, template)?);
-            }
-        }
-        Format::Parquet => parquet_rows::read(path, |row, record| {
+    if let Format::Parquet = format {
+        let before = prompts.len();
+        parquet_rows::read(path, |row, record| {
             let place = format!("{}, row {row}", path.display());
             prompts.extend(from_record(place, record, template)?);
             Ok(())
-        })?,
+        })?;
+        return some_text(path, &prompts[before..]);
     }
-    if prompts.len() == before {
-        return Err(Error::invalid(path.display(), "holds no text"));
-    }
-    Ok(())
+    parse(path, &read_text(path)?, template, prompts)
 }
 
-/// A text file without its byte-order mark.
-fn plain_text(path: &Path) -> Result<String> {
-    let text = read_text(path)?;
+/// The prompts of a `.txt` or `.jsonl` file that holds `text`.
+pub(super) fn parse(
+    path: &Path,
+    text: &str,
+    template: Option<&ChatTemplate>,
+    prompts: &mut Vec<Prompt>,
+) -> Result<()> {
     if let Some(at) = text.find('\0') {
         return Err(Error::invalid(
             path.display(),
             format!("binary data, not text (a zero at byte {at})"),
         ));
     }
-    Ok(match text.strip_prefix('\u{feff}') {
-        Some(text) => text.to_owned(),
-        None => text,
-    })
+    let text = text.strip_prefix('\u{feff}').unwrap_or(text);
+    let before = prompts.len();
+    if let Some(Format::JsonLines) = Format::of(path) {
+        for (i, line) in text.lines().enumerate() {
+            if line.trim().is_empty() {
+                continue;
+            }
+            let place = format!("{}:{}", path.display(), i + 1);
+            let record: Value = serde_json::from_str(line).map_err(|e| {
+                // serde_json counts lines too, and there is but one.
+                let problem = e.to_string();
+                let problem = problem.split(" at line ").next().unwrap_or_default();
+                Error::invalid(
+                    &place,
+                    format!("malformed JSON: {problem} (column {})", e.column()),
+                )
+            })?;
+            prompts.extend(from_record(place, &record, template)?);
+        }
+    } else if !text.trim().is_empty() {
+        prompts.push(Prompt {
+            place: path.display().to_string(),
+            text: text.replace("\r\n", "\n"),
+            templated: false,
+        });
+    }
+    some_text(path, &prompts[before..])
+}
+
+fn some_text(path: &Path, prompts: &[Prompt]) -> Result<()> {
+    if prompts.is_empty() {
+        return Err(Error::invalid(path.display(), "holds no text"));
+    }
+    Ok(())
 }
 
 /// The prompt of one record, or `None` where its text is blank.

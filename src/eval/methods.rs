@@ -2,9 +2,11 @@
 
 use std::collections::BTreeMap;
 
+use nalgebra::DMatrix;
+
 use crate::model::Model;
 use crate::quant::{self, Codec, kivi, turboquant};
-use crate::rotation::Transform;
+use crate::rotation::{Transform, hadamard};
 use crate::zoo::{self, Entry, Layer, Quantizer};
 use crate::{Error, Result};
 
@@ -42,6 +44,41 @@ impl EvalMethod {
         Ok(Self {
             name: name.into(),
             cache: Box::new(Served::new(entry)?),
+        })
+    }
+
+    /// `naive`: no rotation, the row's own range, plain rounding.
+    ///
+    /// # Errors
+    /// Where head_dim cannot be packed.
+    pub fn naive(head_dim: usize) -> Result<Self> {
+        Self::rotated("naive", &DMatrix::identity(head_dim, head_dim))
+    }
+
+    /// `hadamard`: [`Self::naive`] behind a Hadamard rotation (QuaRot, arXiv 2404.00456).
+    ///
+    /// # Errors
+    /// Where head_dim cannot be packed.
+    pub fn hadamard(head_dim: usize) -> Result<Self> {
+        Self::rotated("hadamard", &hadamard::matrix(head_dim))
+    }
+
+    fn rotated(name: &str, rotation: &DMatrix<f64>) -> Result<Self> {
+        let head_dim = rotation.nrows();
+        let codec = Codec {
+            head_dim,
+            levels: 4,
+            group: head_dim,
+            clip: 1.0,
+            feedback: None,
+        };
+        let (encode, back) = (
+            quant::row_major(rotation),
+            quant::row_major(&rotation.transpose()),
+        );
+        Ok(Self {
+            name: name.to_owned(),
+            cache: Box::new(Everywhere(Transform::new(encode, back, None, codec)?)),
         })
     }
 
@@ -120,6 +157,20 @@ impl Served {
             group: *group,
             layers: entry.layers.iter().map(layer).collect::<Result<_>>()?,
         })
+    }
+}
+
+/// One transform for all layers, heads and sides.
+struct Everywhere(Transform);
+
+impl Cache for Everywhere {
+    fn roundtrip(&self, _: usize, _: usize, _: Side, rows: &[f32]) -> Result<Vec<f32>> {
+        self.0.roundtrip(rows)
+    }
+
+    fn bits_per_element(&self, context_tokens: usize, sink: usize, recent: usize) -> f64 {
+        let group = self.0.codec().group;
+        quant::bits_per_element(2.0, group, context_tokens, sink, recent)
     }
 }
 

@@ -181,6 +181,13 @@ impl Model {
         &self.config
     }
 
+    /// Names the model otherwise than its folder or file does.
+    #[must_use]
+    pub fn with_id(mut self, id: &str) -> Self {
+        id.clone_into(&mut self.id);
+        self
+    }
+
     /// The hub id, or the name of the folder or file.
     pub fn id(&self) -> &str {
         &self.id

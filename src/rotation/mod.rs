@@ -12,6 +12,7 @@ pub mod oscar;
 pub mod search;
 mod sensitivity;
 mod served;
+pub mod spectrum;
 
 pub use balanced::{Balanced, balanced};
 pub use oscar::{Rotation, oscar};

@@ -1,0 +1,87 @@
+//! The command line: one file a subcommand, from arguments to library calls.
+
+mod against;
+mod calibrate;
+mod collect;
+mod common;
+mod fit;
+mod inspect;
+mod progress;
+mod shell;
+mod validate;
+mod verify;
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+
+/// Calibrate 2-bit KV caches that keep a model's answers.
+///
+/// Runs a model over calibration prompts one layer at a time, fits rotations, clips and feedback matrices for its
+/// keys and values, writes them as a zoo entry, and measures what an INT2 cache with that entry costs.
+#[derive(Parser, Debug)]
+#[command(
+    name = "oscar",
+    version,
+    propagate_version = true,
+    arg_required_else_help = true
+)]
+#[command(
+    after_help = "Exit codes: 0 fine, 1 a check failed (a threshold, a damaged entry), 2 bad usage, input or environment."
+)]
+pub struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand, Debug)]
+enum Command {
+    Calibrate(calibrate::Args),
+    Collect(collect::Args),
+    Fit(fit::Args),
+    Validate(validate::Args),
+    Inspect(inspect::Args),
+    Verify(verify::Args),
+    Completions(shell::CompletionsArgs),
+    Man(shell::ManArgs),
+}
+
+/// How a command ended, where it ended without an error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// Everything asked for was done, and every check held.
+    Fine,
+    /// A check failed: a threshold was passed, an entry is damaged.
+    CheckFailed,
+}
+
+impl From<Outcome> for ExitCode {
+    fn from(outcome: Outcome) -> Self {
+        match outcome {
+            Outcome::Fine => Self::SUCCESS,
+            Outcome::CheckFailed => Self::from(1),
+        }
+    }
+}
+
+/// Runs the command that was parsed.
+pub fn run(cli: &Cli) -> Result<Outcome> {
+    match &cli.command {
+        Command::Calibrate(args) => calibrate::run(args),
+        Command::Collect(args) => collect::run(args),
+        Command::Fit(args) => fit::run(args),
+        Command::Validate(args) => validate::run(args),
+        Command::Inspect(args) => inspect::run(args),
+        Command::Verify(args) => verify::run(args),
+        Command::Completions(args) => shell::completions(args),
+        Command::Man(args) => shell::man(args),
+    }
+}
+
+/// Whether the reader of standard output went away (`oscar inspect … | head`), which is no failure.
+pub fn is_closed_pipe(error: &anyhow::Error) -> bool {
+    error
+        .downcast_ref::<std::io::Error>()
+        .is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe)
+}

@@ -1,0 +1,97 @@
+//! `oscar verify`: does an entry or a moments file keep every promise of its format?
+
+use std::fmt::Write;
+use std::path::PathBuf;
+
+use anyhow::Result;
+
+use super::Outcome;
+use super::common::{Format, is_moments, print, print_json};
+use crate::calib::Moments;
+use crate::zoo;
+
+/// Check everything that an entry (or a moments file) promises.
+///
+/// Header and schema, tensor names, shapes and types, completeness, finite values, encode against its inverse,
+/// feedback, clip ratios, content hash. Ends with 1 where a check fails.
+#[derive(clap::Args, Debug)]
+pub struct Args {
+    /// An entry's folder or its rotations.safetensors, or a moments file
+    #[arg(required = true, value_name = "PATH")]
+    paths: Vec<PathBuf>,
+
+    #[arg(long, value_enum, default_value_t)]
+    format: Format,
+}
+
+#[derive(serde::Serialize)]
+struct Verdict {
+    path: PathBuf,
+    sound: bool,
+    checks: Vec<Line>,
+}
+
+#[derive(serde::Serialize)]
+struct Line {
+    name: String,
+    problems: Vec<String>,
+}
+
+pub fn run(args: &Args) -> Result<Outcome> {
+    let verdicts: Vec<Verdict> = args
+        .paths
+        .iter()
+        .map(|path| {
+            let checks: Vec<Line> = if is_moments(path)? {
+                let problem = Moments::open(path)
+                    .and_then(|moments| moments.verify())
+                    .err();
+                vec![Line {
+                    name: "moments".to_owned(),
+                    problems: problem.iter().map(ToString::to_string).collect(),
+                }]
+            } else {
+                zoo::verify(path)?
+                    .into_iter()
+                    .map(|check| Line {
+                        name: check.name.to_owned(),
+                        problems: check.problems,
+                    })
+                    .collect()
+            };
+            Ok(Verdict {
+                path: path.clone(),
+                sound: checks.iter().all(|check| check.problems.is_empty()),
+                checks,
+            })
+        })
+        .collect::<Result<_>>()?;
+
+    match args.format {
+        Format::Json => print_json(&verdicts)?,
+        Format::Text => {
+            let mut text = String::new();
+            for verdict in &verdicts {
+                let word = if verdict.sound { "sound" } else { "DAMAGED" };
+                writeln!(text, "{}: {word}", verdict.path.display())?;
+                for check in &verdict.checks {
+                    let mark = if check.problems.is_empty() {
+                        "ok"
+                    } else {
+                        "FAILED"
+                    };
+                    writeln!(text, "  {mark:<7} {}", check.name)?;
+                    for problem in &check.problems {
+                        writeln!(text, "          {problem}")?;
+                    }
+                }
+            }
+            print(&text)?;
+        }
+    }
+    Ok(if verdicts.iter().all(|verdict| verdict.sound) {
+        Outcome::Fine
+    } else {
+        Outcome::CheckFailed
+    })
+}
