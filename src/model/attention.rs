@@ -82,3 +82,21 @@ fn on_device(q: &Tensor, k: &Tensor, v: &Tensor, prompt_lens: &[usize]) -> Resul
     }
     Ok(Tensor::cat(&blocks, 0)?.to_dtype(q.dtype())?)
 }
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+
+    #[test]
+    fn candle_operations_equal_the_cpu_attention() {
+        let random = |heads| Tensor::randn(0f32, 1.0, (310, heads, 16), &Device::Cpu).unwrap();
+        let (q, k, v) = (random(6), random(2), random(2));
+        let prompts = [7, 300, 3];
+        let a = on_device(&q, &k, &v, &prompts).unwrap();
+        let b = FullAttention.attend(0, &q, &k, &v, &prompts).unwrap();
+        let difference = (a - b).unwrap().abs().unwrap().max_all().unwrap();
+        assert!(difference.to_scalar::<f32>().unwrap() < 1e-5);
+    }
+}

@@ -365,3 +365,97 @@ impl LmHead {
         Ok(logits.to_dtype(DType::F32)?)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Result as CandleResult;
+
+    use super::super::{FullAttention, Rope, RopeScaling};
+    use super::*;
+
+    fn layer(qk_norm: bool, biases: bool) -> DecoderLayer {
+        let config = Config {
+            model_type: "qwen3".into(),
+            hidden_size: 48,
+            intermediate_size: 80,
+            num_hidden_layers: 1,
+            num_attention_heads: 4,
+            num_key_value_heads: 2,
+            head_dim: 16,
+            vocab_size: 10,
+            rms_norm_eps: 1e-6,
+            rope: Rope {
+                theta: 10_000.0,
+                scaling: RopeScaling::None,
+            },
+            max_position_embeddings: 1000,
+            qkv_bias: biases,
+            output_bias: biases,
+            qk_norm,
+            tie_word_embeddings: true,
+            bos_token_id: None,
+            eos_token_ids: Vec::new(),
+        };
+        let random = |shape: &[usize]| Tensor::randn(0f32, 0.3, shape, &Device::Cpu).unwrap();
+        let norm = |n| RmsNorm::new((random(&[n]) + 1.0).unwrap(), 1e-6);
+        let linear = |outputs, inputs, bias: bool| {
+            let bias = bias.then(|| random(&[outputs]));
+            Linear::new(random(&[outputs, inputs]), bias)
+        };
+        DecoderLayer {
+            index: 0,
+            tables: Arc::new(Tables::new(&config.rope, 16)),
+            config: Arc::new(config),
+            input_norm: norm(48),
+            qkv: linear(128, 48, biases),
+            q_norm: qk_norm.then(|| norm(16)),
+            k_norm: qk_norm.then(|| norm(16)),
+            output: linear(48, 64, biases),
+            mlp_norm: norm(48),
+            gate_up: linear(160, 48, false),
+            down: linear(48, 80, false),
+        }
+    }
+
+    fn largest_difference(a: &Tensor, b: &Tensor) -> CandleResult<f32> {
+        (a - b)?.abs()?.max_all()?.to_scalar()
+    }
+
+    #[test]
+    fn blocks_of_rows_equal_the_plain_layer() -> Result<()> {
+        let prompts = [2 * BLOCK_ROWS - 9, 30];
+        for (qk_norm, biases) in [(false, false), (true, true)] {
+            let layer = layer(qk_norm, biases);
+            let tokens = prompts.iter().sum::<usize>();
+            let hidden = Tensor::randn(0f32, 1.0, (tokens, 48), &Device::Cpu)?;
+            let positions = Positions::new(&hidden, &prompts, &layer.config)?;
+            let table = layer.tables.upto(positions.longest);
+            let plain = layer.project(&hidden, &positions, &table)?;
+            let fast = layer.project_blocks(&hidden, &positions, &table)?;
+            for (a, b) in [
+                (&plain.0, &fast.0),
+                (&plain.1, &fast.1),
+                (&plain.2, &fast.2),
+            ] {
+                assert!(b.is_contiguous() && largest_difference(a, b)? < 1e-4);
+            }
+            let o = FullAttention.attend(0, &plain.0, &plain.1, &plain.2, &prompts)?;
+            let a = layer.finish(&hidden, &o)?;
+            let b = layer.finish_blocks(&hidden, &o)?;
+            assert!(largest_difference(&a, &b)? < 1e-4);
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn both_paths_name_the_layer_that_overflows() -> Result<()> {
+        let layer = layer(false, false);
+        let hidden = Tensor::zeros((300, 48), DType::F32, &Device::Cpu)?;
+        let o = Tensor::full(f32::MAX, (300, 4, 16), &Device::Cpu)?;
+        for result in [layer.finish(&hidden, &o), layer.finish_blocks(&hidden, &o)] {
+            let message = result.map(|_| ()).unwrap_err().to_string();
+            assert!(message.starts_with("layer 0: "), "{message}");
+        }
+        Ok(())
+    }
+}

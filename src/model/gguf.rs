@@ -12,6 +12,8 @@ use super::rope::{Rope, RopeScaling};
 use super::weights::{Encoding, Stored, Weights, map};
 use crate::{Error, Result, files};
 
+/// Nothing in a header, nor any string, has more entries.
+const MAX_COUNT: usize = 1 << 24;
 /// Arrays of arrays go no deeper.
 const MAX_DEPTH: usize = 4;
 /// No tensor of ggml has more dimensions.
@@ -235,7 +237,7 @@ impl Reader<'_> {
     /// A count of things that take at least `least_bytes` each of the rest of the file.
     fn count(&mut self, what: &str, least_bytes: usize) -> Result<usize> {
         let count = self.u64(what)?;
-        let most = (self.bytes.len() - self.at) / least_bytes;
+        let most = ((self.bytes.len() - self.at) / least_bytes).min(MAX_COUNT);
         usize::try_from(count)
             .ok()
             .filter(|n| *n <= most)

@@ -1,6 +1,7 @@
 //! Finding a model, checking it from headers, and loading it a part at a time.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
@@ -119,7 +120,7 @@ impl Model {
         let text = files::read_text(&config_path)?;
         let config = Config::from_json(&config_path.display().to_string(), &text)?;
         Self::new(
-            Weights::from_safetensors(&shards(folder)?)?,
+            safetensors(folder)?,
             Source::Folder(folder.to_path_buf()),
             config,
             files::sha256_bytes(text.as_bytes()),
@@ -436,7 +437,7 @@ impl Model {
 
     /// Every tensor that the decoder needs is there, and none that it would ignore.
     fn check(&self) -> Result<()> {
-        let mut known = std::collections::HashSet::new();
+        let mut known = HashSet::new();
         for (_, name, shape) in self.tensors() {
             let name = self.stored_name(&name);
             let stored = self.weights.expect(&name, &shape)?;
@@ -489,46 +490,43 @@ fn name_of(path: &Path) -> String {
 
 #[derive(Deserialize)]
 struct Index {
-    weight_map: std::collections::BTreeMap<String, String>,
+    weight_map: BTreeMap<String, String>,
 }
 
-/// The safetensors files of a folder: those of the index, or the one.
-fn shards(folder: &Path) -> Result<Vec<PathBuf>> {
+/// The tensors of a folder: of the shards in its index, or of its one file.
+fn safetensors(folder: &Path) -> Result<Weights> {
     let index_path = folder.join("model.safetensors.index.json");
     if !index_path.is_file() {
         let single = folder.join("model.safetensors");
         if single.is_file() {
-            return Ok(vec![single]);
+            return Weights::from_safetensors(&[single]);
         }
         return Err(Error::invalid(
             folder.display(),
             "holds neither `model.safetensors` nor `model.safetensors.index.json`",
         ));
     }
-    let place = index_path.display();
+    let wrong = |problem: String| Error::invalid(index_path.display(), problem);
     let index: Index = serde_json::from_str(&files::read_text(&index_path)?)
-        .map_err(|e| Error::invalid(&place, format!("not an index of shards: {e}")))?;
-    let mut shards: Vec<&String> = index.weight_map.values().collect();
-    shards.sort_unstable();
-    shards.dedup();
-    let paths = shards.iter().map(|shard| {
-        let plain = Path::new(shard)
-            .file_name()
-            .is_some_and(|name| name == shard.as_str());
-        let path = folder.join(shard);
-        if !plain {
-            Err(Error::invalid(
-                &place,
-                format!("shard `{shard}` is not the name of a file"),
-            ))
-        } else if !path.is_file() {
-            Err(
-                Error::invalid(&place, format!("shard `{shard}` is missing"))
-                    .hint("fetch the model again"),
-            )
-        } else {
-            Ok(path)
+        .map_err(|e| wrong(format!("not an index of shards: {e}")))?;
+    let shards: BTreeSet<&String> = index.weight_map.values().collect();
+    let mut paths = Vec::new();
+    for shard in shards {
+        if Path::new(shard).file_name() != Some(OsStr::new(shard)) {
+            return Err(wrong(format!("shard `{shard}` is not the name of a file")));
         }
-    });
-    paths.collect()
+        let path = folder.join(shard);
+        if !path.is_file() {
+            return Err(wrong(format!("shard `{shard}` is missing")).hint("fetch the model again"));
+        }
+        paths.push(path);
+    }
+    let weights = Weights::from_safetensors(&paths)?;
+    for (name, shard) in &index.weight_map {
+        let found = weights.get(name).map(|stored| weights.path_of(stored));
+        if found.and_then(Path::file_name) != Some(OsStr::new(shard)) {
+            return Err(wrong(format!("tensor `{name}` is not in shard `{shard}`")));
+        }
+    }
+    Ok(weights)
 }

@@ -134,3 +134,59 @@ impl Tables {
         Arc::clone(&table)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn frequencies(scaling: RopeScaling) -> Vec<f32> {
+        Rope {
+            theta: 10_000.0,
+            scaling,
+        }
+        .inverse_frequencies(64)
+    }
+
+    #[test]
+    fn linear_scaling_divides_positions() {
+        let plain = frequencies(RopeScaling::None);
+        assert_eq!((plain[0], plain.len()), (1.0, 32));
+        let linear = frequencies(RopeScaling::Linear { factor: 4.0 });
+        assert!(plain.iter().zip(&linear).all(|(p, l)| p / 4.0 == *l));
+    }
+
+    #[test]
+    fn llama3_scaling_leaves_fast_turns_and_slows_slow_ones() {
+        let plain = frequencies(RopeScaling::None);
+        let scaled = frequencies(RopeScaling::Llama3 {
+            factor: 8.0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            original_max_position_embeddings: 8192,
+        });
+        for (p, s) in plain.iter().zip(&scaled) {
+            let wavelength = std::f32::consts::TAU / p;
+            if wavelength < 8192.0 / 4.0 {
+                assert_eq!(p, s);
+            } else if wavelength > 8192.0 {
+                assert_eq!(p / 8.0, *s);
+            } else {
+                assert!(p / 8.0 < *s && s < p);
+            }
+        }
+    }
+
+    #[test]
+    fn tables_grow_and_keep_their_values() {
+        let rope = Rope {
+            theta: 10_000.0,
+            scaling: RopeScaling::None,
+        };
+        let tables = Tables::new(&rope, 4);
+        let short = tables.upto(3);
+        let long = tables.upto(5);
+        assert_eq!(long.cos[..6], short.cos);
+        assert_eq!(long.sin[8], 4f32.sin());
+        assert!(Arc::ptr_eq(&long, &tables.upto(2)));
+    }
+}

@@ -240,10 +240,6 @@ impl Weights {
             };
             stored.push((name, *order, tensor));
         }
-        let columns = |tensor: &Stored| match tensor.shape.as_slice() {
-            [_, columns] => *columns,
-            _ => 1,
-        };
         let elements: usize = stored.iter().map(|(.., t)| t.elements()).sum();
         let mut all = vec![T::zero(); elements];
         let mut rest = all.as_mut_slice();
@@ -272,10 +268,9 @@ impl Weights {
                     },
                 )?;
         }
-        let columns = stored.first().map_or(1, |(.., t)| columns(t));
         let tensor = match stored.first() {
-            Some((.., t)) if t.shape.len() == 2 => {
-                Tensor::from_vec(all, (elements / columns, columns), device)?
+            Some((.., Stored { shape, .. })) if shape.len() == 2 => {
+                Tensor::from_vec(all, (elements / shape[1], shape[1]), device)?
             }
             _ => Tensor::from_vec(all, elements, device)?,
         };
@@ -439,4 +434,40 @@ pub(super) fn finite(values: &[f32]) -> bool {
             largest < 0x7f80_0000
         },
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn e4m3_is_candles() {
+        let bytes: Vec<u8> = (0..=255).collect();
+        let theirs = Tensor::from_raw_buffer(&bytes, DType::F8E4M3, &[256], &Device::Cpu)
+            .and_then(|t| t.to_dtype(DType::F32)?.to_vec1::<f32>())
+            .unwrap();
+        for (byte, theirs) in bytes.into_iter().zip(theirs) {
+            let ours = e4m3(byte);
+            assert!(ours == theirs || ours.is_nan() && theirs.is_nan(), "{byte}");
+        }
+    }
+
+    #[test]
+    fn interleaved_rows_are_taken_apart() {
+        let order = RowOrder::Interleaved { head_dim: 6 };
+        let rows: Vec<_> = (0..12).map(|row| order.stored_row(row)).collect();
+        assert_eq!(rows, [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]);
+    }
+
+    #[test]
+    fn finite_sees_every_element() {
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            for at in 0..40 {
+                let mut values = vec![f32::MAX; 40];
+                assert!(finite(&values));
+                values[at] = bad;
+                assert!(!finite(&values));
+            }
+        }
+    }
 }
