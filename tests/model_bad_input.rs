@@ -215,10 +215,12 @@ fn a_sliding_window_bounds_the_prompt() {
     );
 }
 
+type Change = dyn Fn(&mut Checkpoint);
+
 #[test]
 fn tensors_that_are_missing_misshapen_or_unknown() {
     let name = "model.layers.1.mlp.up_proj.weight";
-    let cases: [(&dyn Fn(&mut Checkpoint), &[&str]); 5] = [
+    let cases: [(&Change, &[&str]); 5] = [
         (&|c| drop(c.tensors.remove(name)), &[name, "missing"]),
         (
             &|c| {
@@ -274,12 +276,16 @@ fn shards_and_their_index() {
         edit(&mut json["weight_map"]);
         fs::write(index(f), json.to_string()).unwrap();
     };
-    let absent = change(&|f| edit_map(f, &|map| map["model.ghost.weight"] = json!(second)));
+    let absent = change(&|f| {
+        edit_map(f, &|map| {
+            map["model.ghost.weight"] = json!(second);
+        });
+    });
     assert_names(&absent, &["index.json", "model.ghost.weight", second]);
     let outside = change(&|f| {
         edit_map(f, &|map| {
-            map["model.norm.weight"] = json!("../x.safetensors")
-        })
+            map["model.norm.weight"] = json!("../x.safetensors");
+        });
     });
     assert_names(&outside, &["index.json", "../x.safetensors"]);
     let broken = change(&|f| fs::write(index(f), "{").unwrap());
@@ -359,9 +365,11 @@ fn weights_and_activations_that_are_not_finite() {
     }
 
     let folder = llama_with(|c| {
-        let name = "model.layers.1.mlp.down_proj.weight";
-        let large = (&c.tensors[name] * 1e38).unwrap();
-        c.tensors.insert(name.into(), large);
+        for (part, factor) in [("up", 1e6), ("down", 1e38)] {
+            let name = format!("model.layers.1.mlp.{part}_proj.weight");
+            let large = (&c.tensors[&name] * factor).unwrap();
+            c.tensors.insert(name, large);
+        }
     });
     let model = open(folder.path()).unwrap();
     let mut hidden = model.embed(&[1, 2, 3]).unwrap();

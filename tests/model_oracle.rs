@@ -1,5 +1,7 @@
 //! The decoder computes what candle-transformers' models compute, from safetensors and from GGUF files alike.
 
+#![allow(clippy::float_cmp)] // equal to the bit
+
 mod checkpoint;
 
 use candle_core::{DType, Device, Tensor};
@@ -69,37 +71,38 @@ fn largest_difference(a: &Tensor, b: &Tensor) -> f32 {
     difference.max_all().unwrap().to_scalar().unwrap()
 }
 
+type Step = dyn FnMut(&Tensor, usize) -> candle_core::Result<Tensor>;
+
 /// candle-transformers' logits at every position, one token after the other through its KV cache.
 fn oracle(checkpoint: &Checkpoint) -> Tensor {
     let tensors = checkpoint.tensors.clone().into_iter().collect();
     let vb = VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu);
     let text = checkpoint.config.to_string();
-    let mut step: Box<dyn FnMut(&Tensor, usize) -> candle_core::Result<Tensor>> =
-        match checkpoint.shape.model_type {
-            "llama" => {
-                let config: llama::LlamaConfig = serde_json::from_str(&text).unwrap();
-                let config = config.into_config(false);
-                let mut cache = llama::Cache::new(true, DType::F32, &config, &Device::Cpu).unwrap();
-                let model = llama::Llama::load(vb, &config).unwrap();
-                Box::new(move |ids, at| model.forward(ids, at, &mut cache))
-            }
-            "mistral" => {
-                let config: mistral::Config = serde_json::from_str(&text).unwrap();
-                let mut model = mistral::Model::new(&config, vb).unwrap();
-                Box::new(move |ids, at| model.forward(ids, at))
-            }
-            "qwen2" => {
-                let config: qwen2::Config = serde_json::from_str(&text).unwrap();
-                let mut model = qwen2::ModelForCausalLM::new(&config, vb).unwrap();
-                Box::new(move |ids, at| model.forward(ids, at))
-            }
-            "qwen3" => {
-                let config: qwen3::Config = serde_json::from_str(&text).unwrap();
-                let mut model = qwen3::ModelForCausalLM::new(&config, vb).unwrap();
-                Box::new(move |ids, at| model.forward(ids, at))
-            }
-            other => unreachable!("{other}"),
-        };
+    let mut step: Box<Step> = match checkpoint.shape.model_type {
+        "llama" => {
+            let config: llama::LlamaConfig = serde_json::from_str(&text).unwrap();
+            let config = config.into_config(false);
+            let mut cache = llama::Cache::new(true, DType::F32, &config, &Device::Cpu).unwrap();
+            let model = llama::Llama::load(vb, &config).unwrap();
+            Box::new(move |ids, at| model.forward(ids, at, &mut cache))
+        }
+        "mistral" => {
+            let config: mistral::Config = serde_json::from_str(&text).unwrap();
+            let mut model = mistral::Model::new(&config, vb).unwrap();
+            Box::new(move |ids, at| model.forward(ids, at))
+        }
+        "qwen2" => {
+            let config: qwen2::Config = serde_json::from_str(&text).unwrap();
+            let mut model = qwen2::ModelForCausalLM::new(&config, vb).unwrap();
+            Box::new(move |ids, at| model.forward(ids, at))
+        }
+        "qwen3" => {
+            let config: qwen3::Config = serde_json::from_str(&text).unwrap();
+            let mut model = qwen3::ModelForCausalLM::new(&config, vb).unwrap();
+            Box::new(move |ids, at| model.forward(ids, at))
+        }
+        other => unreachable!("{other}"),
+    };
     let rows: Vec<Tensor> = TOKENS
         .iter()
         .enumerate()

@@ -8,6 +8,7 @@ use crate::{Error, Result};
 
 /// Geometry and numeric knobs of a decoder, whatever its family.
 #[derive(Clone, Debug, PartialEq)]
+#[allow(clippy::struct_excessive_bools)] // each is a key of `config.json`
 pub struct Config {
     /// `llama`, `mistral`, `qwen2` or `qwen3`.
     pub model_type: String,

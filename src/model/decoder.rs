@@ -11,9 +11,8 @@ use candle_core::{CpuStorage, DType, Device, Layout, Module, Storage, StorageRef
 use candle_nn::{Linear, RmsNorm, ops};
 use rayon::prelude::*;
 
-use super::dense::{self, HeadNorm};
+use super::dense::{self, Norm};
 use super::rope::{Table, Tables};
-use super::weights::finite;
 use super::{Attention, Config};
 use crate::{Error, Result};
 
@@ -168,8 +167,8 @@ impl DecoderLayer {
         let weight = |norm: &'_ RmsNorm| norm.weight().flatten_all()?.to_vec1::<f32>();
         let q_norm = self.q_norm.as_ref().map(weight).transpose()?;
         let k_norm = self.k_norm.as_ref().map(weight).transpose()?;
-        let q_norm = q_norm.as_deref().map(|weight| HeadNorm { weight, eps });
-        let k_norm = k_norm.as_deref().map(|weight| HeadNorm { weight, eps });
+        let q_norm = q_norm.as_deref().map(|weight| Norm { weight, eps });
+        let k_norm = k_norm.as_deref().map(|weight| Norm { weight, eps });
         hidden
             .par_chunks(BLOCK_ROWS * hidden_size)
             .zip(positions.of_token.par_chunks(BLOCK_ROWS))
@@ -250,7 +249,7 @@ impl DecoderLayer {
                     gate_up.forward(x, both);
                     dense::silu_times(both, width, act);
                     down.add_to(act, out);
-                    if !finite(out) {
+                    if !dense::finite(out) {
                         all_finite.store(false, Ordering::Relaxed);
                     }
                 },

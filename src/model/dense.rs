@@ -1,7 +1,7 @@
 //! Inner loops of a decoder layer on f32 slices, written so that they vectorise where `pulp` dispatches them to a
 //! wide instruction set.
 
-use pulp::Arch;
+use pulp::{Arch, Simd, WithSimd};
 
 use crate::kv::attention::exp::exp2;
 use crate::linalg::{Op, View, matmul};
@@ -46,22 +46,67 @@ impl Linear<'_> {
 
 /// y = x / sqrt(mean(x²) + eps) · weight for rows as long as `weight`.
 pub(super) fn rms_norm(x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]) {
-    Arch::new().dispatch(
-        #[inline(always)]
-        || {
-            let n = weight.len();
-            for (x, y) in x.chunks_exact(n).zip(y.chunks_exact_mut(n)) {
-                let scale = inverse_rms(x, eps);
-                for ((y, x), w) in y.iter_mut().zip(x).zip(weight) {
-                    *y = x * scale * w;
-                }
+    Arch::new().dispatch(Normalise(x, Norm { weight, eps }, y));
+}
+
+/// One token's heads: norm where the family has one, then RoPE with that position's cosines and sines
+/// (head_dim/2 each).
+pub(super) fn norm_and_turn(
+    x: &[f32],
+    norm: Option<Norm>,
+    cos: &[f32],
+    sin: &[f32],
+    y: &mut [f32],
+) {
+    match norm {
+        Some(norm) => Arch::new().dispatch(Normalise(x, norm, y)),
+        None => y.copy_from_slice(x),
+    }
+    Arch::new().dispatch(Turn(y, cos, sin));
+}
+
+/// y = silu(gate) · up, where each row of `gate_up` is a gate of `width` followed by an up of `width`.
+pub(super) fn silu_times(gate_up: &[f32], width: usize, y: &mut [f32]) {
+    Arch::new().dispatch(SiluTimes(gate_up, width, y));
+}
+
+/// Whether there is no NaN and no infinity.
+pub(super) fn finite(values: &[f32]) -> bool {
+    // The largest exponent marks both; a maximum over integers needs no branch.
+    Arch::new().dispatch(LargestExponent(values)) < INFINITE_EXPONENT
+}
+
+const INFINITE_EXPONENT: u32 = 0x7f80_0000;
+
+/// An RMS norm.
+#[derive(Clone, Copy)]
+pub(super) struct Norm<'a> {
+    pub weight: &'a [f32],
+    pub eps: f32,
+}
+
+// Structs, since a closure handed to `dispatch` is not inlined there, and would be compiled for the oldest machine.
+
+struct Normalise<'a>(&'a [f32], Norm<'a>, &'a mut [f32]);
+
+impl WithSimd for Normalise<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let Self(x, Norm { weight, eps }, y) = self;
+        let n = weight.len();
+        for (x, y) in x.chunks_exact(n).zip(y.chunks_exact_mut(n)) {
+            let scale = 1.0 / (sum_of_squares(x) / n as f32 + eps).sqrt();
+            for ((y, x), w) in y.iter_mut().zip(x).zip(weight) {
+                *y = x * scale * w;
             }
-        },
-    );
+        }
+    }
 }
 
 #[inline(always)]
-fn inverse_rms(x: &[f32], eps: f32) -> f32 {
+fn sum_of_squares(x: &[f32]) -> f32 {
     const LANES: usize = 16;
     let mut lanes = [0f32; LANES];
     let (chunks, rest) = x.as_chunks::<LANES>();
@@ -70,62 +115,72 @@ fn inverse_rms(x: &[f32], eps: f32) -> f32 {
             *lane += x * x;
         }
     }
-    let sum = lanes.iter().sum::<f32>() + rest.iter().map(|x| x * x).sum::<f32>();
-    1.0 / (sum / x.len() as f32 + eps).sqrt()
+    lanes.iter().sum::<f32>() + rest.iter().map(|x| x * x).sum::<f32>()
 }
 
-/// A head's norm of q or k, where the family has one.
-#[derive(Clone, Copy)]
-pub(super) struct HeadNorm<'a> {
-    pub weight: &'a [f32],
-    pub eps: f32,
-}
+struct Turn<'a>(&'a mut [f32], &'a [f32], &'a [f32]);
 
-/// One token's heads: norm, then RoPE with that position's cosines and sines (head_dim/2 each).
-pub(super) fn norm_and_turn(
-    x: &[f32],
-    norm: Option<HeadNorm>,
-    cos: &[f32],
-    sin: &[f32],
-    y: &mut [f32],
-) {
-    Arch::new().dispatch(
-        #[inline(always)]
-        || {
-            let half = cos.len();
-            for (x, y) in x.chunks_exact(2 * half).zip(y.chunks_exact_mut(2 * half)) {
-                match norm {
-                    Some(HeadNorm { weight, eps }) => {
-                        let scale = inverse_rms(x, eps);
-                        for ((y, x), w) in y.iter_mut().zip(x).zip(weight) {
-                            *y = x * scale * w;
-                        }
-                    }
-                    None => y.copy_from_slice(x),
-                }
-                let (a, b) = y.split_at_mut(half);
-                for (((a, b), c), s) in a.iter_mut().zip(b).zip(cos).zip(sin) {
-                    (*a, *b) = (*a * c - *b * s, *b * c + *a * s);
-                }
+impl WithSimd for Turn<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let Self(x, cos, sin) = self;
+        let half = cos.len();
+        for head in x.chunks_exact_mut(2 * half) {
+            let (a, b) = head.split_at_mut(half);
+            for (((a, b), c), s) in a.iter_mut().zip(b).zip(cos).zip(sin) {
+                (*a, *b) = (*a * c - *b * s, *b * c + *a * s);
             }
-        },
-    );
+        }
+    }
 }
 
-/// y = silu(gate) · up, where a row of `gate_up` is the gate's `y`-row followed by the up's.
-pub(super) fn silu_times(gate_up: &[f32], width: usize, y: &mut [f32]) {
-    Arch::new().dispatch(
-        #[inline(always)]
-        || {
-            for (gate_up, y) in gate_up
-                .chunks_exact(2 * width)
-                .zip(y.chunks_exact_mut(width))
-            {
-                let (gate, up) = gate_up.split_at(width);
-                for ((y, &g), &u) in y.iter_mut().zip(gate).zip(up) {
-                    *y = g / (1.0 + exp2(-std::f32::consts::LOG2_E * g)) * u;
-                }
+struct SiluTimes<'a>(&'a [f32], usize, &'a mut [f32]);
+
+impl WithSimd for SiluTimes<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let Self(gate_up, width, y) = self;
+        for (gate_up, y) in gate_up
+            .chunks_exact(2 * width)
+            .zip(y.chunks_exact_mut(width))
+        {
+            let (gate, up) = gate_up.split_at(width);
+            for ((y, &g), &u) in y.iter_mut().zip(gate).zip(up) {
+                *y = g / (1.0 + exp2(-std::f32::consts::LOG2_E * g)) * u;
             }
-        },
-    );
+        }
+    }
+}
+
+struct LargestExponent<'a>(&'a [f32]);
+
+impl WithSimd for LargestExponent<'_> {
+    type Output = u32;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) -> u32 {
+        let exponents = self.0.iter().map(|x| x.to_bits() & INFINITE_EXPONENT);
+        exponents.fold(0, u32::max)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::finite;
+
+    #[test]
+    fn finite_sees_every_element() {
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            for at in 0..40 {
+                let mut values = vec![f32::MAX; 40];
+                assert!(finite(&values));
+                values[at] = bad;
+                assert!(!finite(&values));
+            }
+        }
+    }
 }

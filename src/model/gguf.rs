@@ -156,7 +156,7 @@ impl Reader<'_> {
             let size = usize::try_from(self.u64(&name)?).unwrap_or(usize::MAX);
             let product = elements
                 .checked_mul(size)
-                .filter(|n| *n <= isize::MAX as usize);
+                .filter(|n| isize::try_from(*n).is_ok());
             elements =
                 product.ok_or_else(|| self.broken(format!("tensor `{name}` is far too large")))?;
             shape.push(size);

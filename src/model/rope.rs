@@ -136,6 +136,7 @@ impl Tables {
 }
 
 #[cfg(test)]
+#[allow(clippy::float_cmp)] // equal to the bit
 mod tests {
     use super::*;
 
