@@ -4,10 +4,13 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
-use oscar_kv::data::{Corpus, TokenizedPrompt, WindowOptions, windows};
-use oscar_kv::eval::{Cache, EvalMethod, EvalOptions, Report, Side, validate};
+use oscar_kv::calib::progress::Silent;
+use oscar_kv::calib::{CollectOptions, FitOptions, Moments, collect, fit};
+use oscar_kv::data::{Corpus, PackOptions, TokenizedPrompt, WindowOptions, pack, windows};
+use oscar_kv::eval::{Cache, EvalMethod, EvalOptions, Report, Side, check_entry, validate};
 use oscar_kv::kv::attention::{Dims, plain};
 use oscar_kv::model::{Attention, Model, OpenOptions};
+use oscar_kv::zoo::Windows;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -52,7 +55,7 @@ fn checkpoint(folder: &Path, key_bias: f64) -> Model {
         };
         put("input_layernorm.weight", ones.clone());
         put("post_attention_layernorm.weight", ones.clone());
-        put("self_attn.q_proj.weight", normal(&[q, HIDDEN], 2.0 * unit));
+        put("self_attn.q_proj.weight", normal(&[q, HIDDEN], unit));
         put("self_attn.k_proj.weight", normal(&[kv, HIDDEN], unit));
         put("self_attn.v_proj.weight", normal(&[kv, HIDDEN], unit));
         put("self_attn.o_proj.weight", normal(&[HIDDEN, q], 2.0 * unit));
@@ -328,4 +331,44 @@ fn faults_are_named() {
         error.contains("--seq-len") && error.contains("21"),
         "{error}"
     );
+}
+
+/// The released method and ours on keys whose constant offset is many times their spread.
+#[test]
+fn large_key_biases_are_survived() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = checkpoint(folder.path(), 30.0);
+    let mut rng = ChaCha8Rng::seed_from_u64(5);
+    let prompts: Vec<_> = (0..24)
+        .map(|i| TokenizedPrompt {
+            place: format!("prompt {i}"),
+            token_ids: (0..256)
+                .map(|_| rng.random_range(0..VOCAB as u32))
+                .collect(),
+        })
+        .collect();
+    let packing = PackOptions {
+        seq_len: 256,
+        holdout_tokens: 1024,
+        ..PackOptions::default()
+    };
+    let options = CollectOptions::new(folder.path().join("moments"), "");
+    let calibration = pack(&prompts, &packing).unwrap();
+    collect(&model, &calibration, &options, &mut Silent).unwrap();
+    let moments = Moments::open(&options.output).unwrap();
+    let windows = Windows {
+        sink_tokens: OPTIONS.sink,
+        recent_tokens: OPTIONS.recent,
+    };
+    let methods = [FitOptions::default(), FitOptions::released()].map(|options| {
+        let entry = fit(&moments, &FitOptions { windows, ..options })
+            .unwrap()
+            .entry;
+        assert!(check_entry(&entry, &model).unwrap().is_empty());
+        EvalMethod::from_entry(entry.metadata.method.as_str(), &entry).unwrap()
+    });
+    let report = run(&model, &corpus(6, 4, 256), &methods).unwrap();
+    let [ours, oscar] = [0, 1].map(|i| report.methods[i].kl);
+    assert!(oscar > 0.5, "the case must be hard: {oscar}");
+    assert!(ours < 0.15 * oscar, "{ours} of {oscar}");
 }
