@@ -95,11 +95,10 @@ impl Thresholds {
     }
 
     /// Refuses ratios that name none of `methods`, before time is spent on measuring.
-    pub fn check_names<'a>(&self, methods: impl IntoIterator<Item = &'a str>) -> Result<()> {
-        let methods: Vec<_> = methods.into_iter().collect();
+    pub fn check_names(&self, methods: &[&str]) -> Result<()> {
         let known = |ratio: &&KlRatio| methods.contains(&ratio.method.as_str());
         match self.max_kl_ratio.iter().find(|ratio| !known(ratio)) {
-            Some(ratio) => Err(unknown(&ratio.method, &methods)),
+            Some(ratio) => Err(unknown(&ratio.method, methods)),
             None => Ok(()),
         }
     }
@@ -164,7 +163,7 @@ mod tests {
             .unwrap_err()
             .to_string();
         assert!(error.contains("`kivi`") && error.contains("balanced, oscar"));
-        assert!(limits.check_names(["balanced", "oscar"]).is_err());
+        assert!(limits.check_names(&["balanced", "oscar"]).is_err());
         for bad in [
             "oscar",
             "oscar=",
