@@ -35,6 +35,10 @@ pub struct Checkpoint {
 
 impl Checkpoint {
     pub fn new(shape: Shape) -> Self {
+        Self::with_layers(shape, 2)
+    }
+
+    pub fn with_layers(shape: Shape, layers: usize) -> Self {
         let Shape {
             model_type,
             heads,
@@ -44,7 +48,7 @@ impl Checkpoint {
             tied,
             llama3,
         } = shape;
-        let (layers, width) = (2, 96);
+        let width = 96;
         let mut config = json!({
             "model_type": model_type,
             "hidden_size": hidden,

@@ -1,0 +1,378 @@
+//! The command line keeps its promises: help, exit codes, one message an error, resumption after kill -9.
+
+mod checkpoint;
+
+use std::fs;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::Duration;
+
+use checkpoint::{Checkpoint, VOCAB};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+const COMMANDS: [&str; 8] = [
+    "calibrate",
+    "collect",
+    "fit",
+    "validate",
+    "inspect",
+    "verify",
+    "completions",
+    "man",
+];
+
+fn oscar(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_oscar"))
+        .args(arguments)
+        .stdin(Stdio::null())
+        .output()
+        .unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+/// Runs a command that must succeed, and returns its standard output.
+fn fine(arguments: &[&str]) -> String {
+    let output = oscar(arguments);
+    assert!(
+        output.status.success(),
+        "{arguments:?}: {}",
+        text(&output.stderr)
+    );
+    text(&output.stdout)
+}
+
+/// Runs a command that must end with exit code 2, one message on standard error and nothing on standard output.
+fn refused(arguments: &[&str]) -> String {
+    let output = oscar(arguments);
+    let message = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{arguments:?}: {message}");
+    assert_eq!(text(&output.stdout), "", "{arguments:?}");
+    assert_eq!(message.matches("error: ").count(), 1, "{message}");
+    assert!(!message.contains("panicked"), "{message}");
+    message
+}
+
+fn str(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+/// A small llama with a tokenizer that knows single characters, and prompts to run through it.
+struct Toy {
+    folder: TempDir,
+    model: PathBuf,
+    prompts: PathBuf,
+}
+
+impl Toy {
+    fn new() -> Self {
+        let folder = TempDir::new().unwrap();
+        let model = folder.path().join("toy");
+        Checkpoint::llama().write_folder(&model, 1);
+        let letters: Vec<char> = (' '..).take(VOCAB).collect();
+        let vocab: serde_json::Map<String, Value> = letters
+            .iter()
+            .enumerate()
+            .map(|(id, letter)| (letter.to_string(), json!(id)))
+            .collect();
+        let tokenizer = json!({
+            "version": "1.0",
+            "truncation": null, "padding": null, "added_tokens": [],
+            "normalizer": null, "pre_tokenizer": null, "post_processor": null, "decoder": null,
+            "model": { "type": "BPE", "vocab": vocab, "merges": [] }
+        });
+        fs::write(model.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+        let prompts = folder.path().join("prompts");
+        fs::create_dir(&prompts).unwrap();
+        let mut state = 1u32;
+        for document in 0..8 {
+            let prompt: String = (0..1500)
+                .map(|_| {
+                    state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                    letters[(state >> 16) as usize % VOCAB]
+                })
+                .collect();
+            fs::write(prompts.join(format!("{document}.txt")), prompt).unwrap();
+        }
+        Self {
+            folder,
+            model,
+            prompts,
+        }
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn collect<'a>(&'a self, out: &'a Path) -> Vec<&'a str> {
+        vec![
+            "collect",
+            "--model",
+            str(&self.model),
+            "--data",
+            str(&self.prompts),
+            "--tokens",
+            "8000",
+            "--seq-len",
+            "512",
+            "--holdout",
+            "1024",
+            "--out",
+            str(out),
+        ]
+    }
+}
+
+#[test]
+fn without_arguments_help_is_printed() {
+    let output = oscar(&[]);
+    assert_eq!(output.status.code(), Some(2));
+    let help = text(&output.stderr);
+    assert!(help.contains("Usage: oscar <COMMAND>"), "{help}");
+    for command in COMMANDS {
+        assert!(help.contains(command), "{help}");
+        let page = fine(&[command, "--help"]);
+        assert!(page.contains(&format!("Usage: oscar {command}")), "{page}");
+    }
+}
+
+#[test]
+fn completions_and_manual_name_every_command() {
+    let folder = TempDir::new().unwrap();
+    fine(&["man", "--out", str(folder.path())]);
+    for shell in ["bash", "zsh", "fish", "powershell", "elvish"] {
+        let script = fine(&["completions", shell]);
+        assert!(script.contains("calibrate"), "{shell}");
+    }
+    let manual = fine(&["man"]);
+    for command in COMMANDS {
+        assert!(manual.contains(command), "{command}");
+        let page = folder.path().join(format!("oscar-{command}.1"));
+        assert!(fs::read_to_string(page).unwrap().contains(".TH"));
+    }
+}
+
+#[test]
+fn a_model_is_calibrated_checked_and_measured() {
+    let toy = Toy::new();
+    let entry = toy.at("entry");
+    let moments = toy.at("entry.moments.safetensors");
+    let mut arguments = toy.collect(&entry);
+    arguments[0] = "calibrate";
+    assert!(fine(&arguments).contains(str(&entry)));
+    assert!(moments.is_file());
+
+    assert!(fine(&["verify", str(&entry), str(&moments)]).contains("entry: sound"));
+    let shown: Value =
+        serde_json::from_str(&fine(&["inspect", str(&entry), "--format", "json"])).unwrap();
+    assert_eq!(shown["metadata"]["method"], "balanced");
+    assert_eq!(shown["layers"].as_array().unwrap().len(), 2);
+    assert!(fine(&["inspect", str(&moments), "--layer", "1"]).contains("qq"));
+
+    let model = str(&toy.model);
+    let prompts = str(&toy.prompts);
+    let mut validate = vec![
+        "validate",
+        str(&entry),
+        "--model",
+        model,
+        "--data",
+        prompts,
+        "--tokens",
+        "1024",
+        "--seq-len",
+        "512",
+        "--sink",
+        "8",
+        "--recent",
+        "32",
+        "--against",
+        "naive,oscar,kivi,turboquant",
+        "--format",
+        "json",
+    ];
+    let report: Value = serde_json::from_str(&fine(&validate)).unwrap();
+    let names: Vec<_> = report["methods"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|method| method["name"].as_str().unwrap())
+        .collect();
+    assert_eq!(
+        names,
+        [
+            "balanced",
+            "naive",
+            "oscar",
+            "kivi",
+            "turboquant2",
+            "turboquant3"
+        ]
+    );
+    assert_eq!(report["context"], 512);
+    assert!(entry.join("metrics.json").is_file());
+
+    validate.extend(["--max-kl", "1e-9"]);
+    let output = oscar(&validate);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains("KL of `balanced`"));
+
+    // A damaged entry is a failed check, not an error.
+    let file = entry.join("rotations.safetensors");
+    let mut bytes = fs::read(&file).unwrap();
+    *bytes.last_mut().unwrap() ^= 0x10;
+    fs::write(&file, bytes).unwrap();
+    let output = oscar(&["verify", str(&entry)]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stdout).contains("DAMAGED"));
+}
+
+#[test]
+fn killed_runs_go_on_to_the_same_bytes() {
+    let toy = Toy::new();
+    let unbroken = toy.at("unbroken.safetensors");
+    fine(&toy.collect(&unbroken));
+
+    let broken = toy.at("broken.safetensors");
+    let mut kills = 0;
+    for attempt in 1.. {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_oscar"))
+            .args(toy.collect(&broken))
+            .env(
+                "RAYON_NUM_THREADS",
+                if attempt % 2 == 0 { "1" } else { "2" },
+            )
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        std::thread::sleep(Duration::from_millis(40 * attempt));
+        if let Some(status) = child.try_wait().unwrap() {
+            assert!(status.success());
+            break;
+        }
+        // SIGKILL on Unix.
+        child.kill().unwrap();
+        child.wait().unwrap();
+        kills += 1;
+        assert!(attempt < 200, "never finishes");
+    }
+    assert!(kills > 0, "the run was too quick to be killed");
+    assert_eq!(fs::read(&unbroken).unwrap(), fs::read(&broken).unwrap());
+    assert!(!toy.at("broken.safetensors.partial").exists());
+}
+
+#[test]
+fn a_dry_run_says_what_it_takes_and_writes_nothing() {
+    let toy = Toy::new();
+    let out = toy.at("moments.safetensors");
+    let mut arguments = toy.collect(&out);
+    arguments.extend(["--dry-run", "--format", "json"]);
+    let plan: Value = serde_json::from_str(&fine(&arguments)).unwrap();
+    assert_eq!(plan["layers"], 2);
+    assert!(plan["peak_memory_bytes"].as_u64().unwrap() > 0);
+    assert!(!out.exists());
+}
+
+#[test]
+fn bad_usage_names_the_flag() {
+    let toy = Toy::new();
+    let out = toy.at("out.safetensors");
+    let model = str(&toy.model);
+    let prompts = str(&toy.prompts);
+    let collect = |extra: &[&str]| {
+        let mut arguments = toy.collect(&out);
+        arguments.extend(extra);
+        refused(&arguments)
+    };
+    assert!(
+        refused(&["collect", "--model", "no/such/model", "--out", str(&out)])
+            .contains("no/such/model")
+    );
+    let too_long = refused(&[
+        "collect",
+        "--model",
+        model,
+        "--data",
+        prompts,
+        "--seq-len",
+        "513",
+        "--out",
+        str(&out),
+    ]);
+    assert!(
+        too_long.contains("--seq-len") && too_long.contains("512"),
+        "{too_long}"
+    );
+    let overlong = collect(&["--overlong", "error"]);
+    assert!(overlong.contains("0.txt"), "{overlong}");
+    let few = refused(&[
+        "collect",
+        "--model",
+        model,
+        "--data",
+        prompts,
+        "--seq-len",
+        "512",
+        "--tokens",
+        "12",
+        "--out",
+        str(&out),
+    ]);
+    assert!(few.contains("12"), "{few}");
+    assert!(!out.exists());
+
+    let entry = toy.at("entry");
+    let clip = refused(&[
+        "calibrate",
+        "--model",
+        model,
+        "--data",
+        prompts,
+        "--k-clip",
+        "1.5",
+        "--out",
+        str(&entry),
+    ]);
+    assert!(clip.contains("--k-clip"), "{clip}");
+    assert!(!entry.exists() && !toy.at("entry.moments.safetensors").exists());
+}
+
+#[test]
+fn read_only_output_is_refused_before_work() {
+    let toy = Toy::new();
+    // A file where a folder should be: refused for root too, whom permissions do not stop.
+    let blocked = toy.at("file");
+    fs::write(&blocked, "in the way").unwrap();
+    let out = blocked.join("moments.safetensors");
+    let message = refused(&toy.collect(&out));
+    assert!(message.contains("file"), "{message}");
+    assert_eq!(fs::read_to_string(&blocked).unwrap(), "in the way");
+}
+
+#[test]
+fn a_closed_pipe_is_success() {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_oscar"))
+        .args(["completions", "bash"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let mut message = String::new();
+    child
+        .stderr
+        .take()
+        .unwrap()
+        .read_to_string(&mut message)
+        .unwrap();
+    assert_eq!(
+        (child.wait().unwrap().code(), message.as_str()),
+        (Some(0), "")
+    );
+}
