@@ -1,9 +1,12 @@
 //! Files appear whole: written beside their place, synced, renamed.
 
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{BufWriter, Read, Write};
 use std::path::Path;
 
+use serde::Serialize;
+use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use crate::{Error, Result};
@@ -82,4 +85,23 @@ pub fn hex(bytes: &[u8]) -> String {
         let _ = write!(text, "{byte:02x}");
         text
     })
+}
+
+/// JSON with sorted keys and no spaces: the same value gives the same bytes.
+pub fn canonical_json(value: &impl Serialize) -> Result<String> {
+    let sorted = serde_json::to_value(value).map(sort_keys);
+    let text = sorted.and_then(|value| serde_json::to_string(&value));
+    text.map_err(|e| Error::invalid("metadata", e))
+}
+
+/// The map of `Value` keeps the order of insertion where any crate asks for that.
+fn sort_keys(value: Value) -> Value {
+    match value {
+        Value::Object(map) => {
+            let map: BTreeMap<_, _> = map.into_iter().collect();
+            map.into_iter().map(|(k, v)| (k, sort_keys(v))).collect()
+        }
+        Value::Array(list) => list.into_iter().map(sort_keys).collect(),
+        other => other,
+    }
 }

@@ -324,7 +324,7 @@ fn moments_equal_those_of_a_plain_forward_pass() {
         let mut t = 0;
         for row in 0..20 {
             let same = |t: usize, sample: &[f32], all: &[f64], n: usize| {
-                (0..n).all(|c| f64::from(sample[row * n + c]) == all[t * n + c])
+                (0..n).all(|c| f64::from(sample[row * n + c]).to_bits() == all[t * n + c].to_bits())
             };
             t = (t..177)
                 .find(|&t| same(t, &layer.sample.q, &all.q[i], width))

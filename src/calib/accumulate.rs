@@ -74,32 +74,27 @@ impl Accumulator {
 
         let sums = &mut self.sums;
         let mut jobs = Vec::new();
-        {
-            let square = d * d;
-            let mut add = |sum, rows, heads, first, count, weights| {
-                for (head, into) in Vec::from_iter(<[f64]>::chunks_exact_mut(sum, square))
-                    .into_iter()
-                    .enumerate()
-                {
-                    jobs.push(Job {
-                        rows,
-                        heads,
-                        first: head * first,
-                        count,
-                        d,
-                        weights,
-                        kv_head: head,
-                        kv_heads,
-                        into,
-                    });
-                }
-            };
-            let group = dims.group();
-            add(&mut sums.qq[..], q, heads, group, group, None);
-            add(&mut sums.oo[..], o, heads, group, group, None);
-            add(&mut sums.kk[..], k, kv_heads, 1, 1, None);
-            add(&mut sums.vv[..], v, kv_heads, 1, 1, None);
-            add(&mut sums.vsv[..], v, kv_heads, 1, 1, Some(key_weights));
+        for (sum, rows, heads, weights) in [
+            (&mut sums.qq, q, heads, None),
+            (&mut sums.oo, o, heads, None),
+            (&mut sums.kk, k, kv_heads, None),
+            (&mut sums.vv, v, kv_heads, None),
+            (&mut sums.vsv, v, kv_heads, Some(key_weights)),
+        ] {
+            let count = heads / kv_heads;
+            for (kv_head, into) in sum.chunks_exact_mut(d * d).enumerate() {
+                jobs.push(Job {
+                    rows,
+                    heads,
+                    first: kv_head * count,
+                    count,
+                    d,
+                    weights,
+                    kv_head,
+                    kv_heads,
+                    into,
+                });
+            }
         }
         jobs.into_par_iter().for_each(Job::run);
         add_rows(k, &mut sums.k_sum);

@@ -5,6 +5,7 @@
 //! | `state.json` | the inputs of the run: the metadata of the file to come, without its hash |
 //! | `layer-<i>.safetensors` | a finished layer, its tensors named as in the moments file |
 //! | `hidden.safetensors` | the hidden states of all sequences in front of some layer |
+//! | `moments.safetensors` | the output, before it is moved into place |
 //! | `lock` | held by the process at work |
 //!
 //! Files appear whole, and each carries the hash of its run and of its content: a piece that does not fit counts as
@@ -19,9 +20,9 @@ use safetensors::tensor::Dtype;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::container::{self, Container, Part, Parts, canonical_json};
+use super::container::{self, Container, Part, Parts};
 use super::moments::{LayerRecord, Meta, Moments, write_parts};
-use crate::files::{read_text, sha256_bytes, write_atomic};
+use crate::files::{canonical_json, read_text, sha256_bytes, write_atomic};
 use crate::{Error, Result};
 
 const KEY: &str = "oscar_checkpoint";
@@ -37,14 +38,6 @@ struct Piece {
     content_sha256: String,
 }
 
-/// What [`Workspace::open`] found.
-pub(super) enum Found {
-    /// The output is there already, of the same inputs.
-    Complete,
-    /// Work to do, or to go on with.
-    Work(Workspace),
-}
-
 /// The locked work folder of one run.
 pub(super) struct Workspace {
     output: PathBuf,
@@ -56,11 +49,12 @@ pub(super) struct Workspace {
 }
 
 impl Workspace {
-    /// Locks the work folder of `output` for a run with the inputs `meta` (its content hash is empty).
+    /// Locks the work folder of `output` for a run with the inputs `meta` (its content hash is empty). `None`: the
+    /// output is there already, complete and of the same inputs.
     ///
     /// # Errors
     /// Another process works there; the output or the folder belongs to other inputs and `fresh` is not set.
-    pub fn open(output: &Path, meta: &Meta, fresh: bool) -> Result<Found> {
+    pub fn open(output: &Path, meta: &Meta, fresh: bool) -> Result<Option<Self>> {
         let mut folder = output.as_os_str().to_owned();
         folder.push(".partial");
         let folder = PathBuf::from(folder);
@@ -76,9 +70,9 @@ impl Workspace {
         match workspace.inspect(&run, fresh) {
             Ok(true) => {
                 workspace.remove()?;
-                Ok(Found::Complete)
+                Ok(None)
             }
-            Ok(false) => Ok(Found::Work(workspace)),
+            Ok(false) => Ok(Some(workspace)),
             Err(error) => {
                 // A refusal leaves no empty folder behind.
                 if !workspace.path("state.json").exists() {
@@ -105,7 +99,7 @@ impl Workspace {
                     content_sha256: String::new(),
                     ..there.meta().clone()
                 };
-                self.compare(&self.output, &canonical_json(&blank)?, run)?;
+                compare(&self.output, &canonical_json(&blank)?, run)?;
                 there.verify()?;
                 return Ok(true);
             }
@@ -114,29 +108,11 @@ impl Workspace {
         if fresh {
             self.clear()?;
         } else if state.exists() {
-            self.compare(&state, &read_text(&state)?, run)?;
+            compare(&state, &read_text(&state)?, run)?;
             return Ok(false);
         }
         write_atomic(&state, |out| out.write_all(run.as_bytes()))?;
         Ok(false)
-    }
-
-    /// # Errors
-    /// Where the inputs `old`, found at `place`, are not `new`: names every field that changed.
-    fn compare(&self, place: &Path, old: &str, new: &str) -> Result<()> {
-        let parse = |text: &str| {
-            serde_json::from_str::<Value>(text).map_err(|e| {
-                Error::invalid(place.display(), format!("is damaged: {e}")).hint(FRESH)
-            })
-        };
-        let mut changes = Vec::new();
-        list_changes("", &parse(old)?, &parse(new)?, &mut changes);
-        if changes.is_empty() {
-            return Ok(());
-        }
-        let problem = format!("belongs to other inputs; changed: {}", changes.join(", "));
-        Err(Error::invalid(place.display(), problem)
-            .hint(format!("{FRESH}, another output keeps both")))
     }
 
     /// Which layers are finished and whole, and the damaged ones among those that are not.
@@ -204,8 +180,11 @@ impl Workspace {
                 parts.insert(name, part);
             }
         }
-        write_parts(&self.output, &self.meta, prompt_lens, parts)?;
+        // What a kill leaves of the last file lies in the work folder, too.
+        let whole = self.path("moments.safetensors");
+        write_parts(&whole, &self.meta, prompt_lens, parts)?;
         drop(layers);
+        fs::rename(&whole, &self.output).map_err(Error::io("write", &self.output))?;
         self.remove()
     }
 
@@ -223,7 +202,7 @@ impl Workspace {
             layer,
             content_sha256: container::content_sha256(parts),
         };
-        container::write(path, KEY, canonical_json(&piece)?, parts)
+        container::write(path, KEY, &piece, parts)
     }
 
     /// A whole piece of this run, and its layer.
@@ -242,8 +221,9 @@ impl Workspace {
             let name = entry.file_name();
             let name = name.to_string_lossy();
             let temporary = name.starts_with(".oscar-") && name.ends_with(".tmp");
-            let piece = name.ends_with(".safetensors")
-                && (name.starts_with("layer-") || name.starts_with("hidden"));
+            let piece = name.strip_suffix(".safetensors").is_some_and(|name| {
+                name.starts_with("layer-") || name == "hidden" || name == "moments"
+            });
             if temporary || piece || name == "state.json" {
                 fs::remove_file(entry.path()).map_err(Error::io("remove", entry.path()))?;
             }
@@ -271,10 +251,10 @@ fn hidden_name(sequence: usize) -> String {
 
 /// The dtype and the little-endian bytes of a tensor.
 fn raw_values(tensor: &Tensor) -> Result<(Dtype, Vec<u8>)> {
-    let flat = tensor.flatten_all()?;
     fn bytes<T: bytemuck::NoUninit>(values: &[T]) -> Vec<u8> {
         bytemuck::cast_slice(values).to_vec()
     }
+    let flat = tensor.flatten_all()?;
     Ok(match tensor.dtype() {
         DType::F32 => (Dtype::F32, bytes(&flat.to_vec1::<f32>()?)),
         DType::BF16 => (Dtype::BF16, bytes(&flat.to_vec1::<half::bf16>()?)),
@@ -313,9 +293,28 @@ fn lock(folder: &Path) -> Result<File> {
                         .hint("wait for it, or choose another output"),
                 );
             }
+            // Some network file systems know no locks.
+            Err(TryLockError::Error(e)) if e.kind() == ErrorKind::Unsupported => return Ok(file),
             Err(TryLockError::Error(e)) => return Err(Error::io("lock", &path)(e)),
         }
     }
+}
+
+/// # Errors
+/// Where the inputs `old`, found at `place`, are not `new`: names every field that changed.
+fn compare(place: &Path, old: &str, new: &str) -> Result<()> {
+    let parse = |text: &str| {
+        serde_json::from_str::<Value>(text)
+            .map_err(|e| Error::invalid(place.display(), format!("is damaged: {e}")).hint(FRESH))
+    };
+    let mut changes = Vec::new();
+    list_changes("", &parse(old)?, &parse(new)?, &mut changes);
+    if changes.is_empty() {
+        return Ok(());
+    }
+    let problem = format!("belongs to other inputs; changed: {}", changes.join(", "));
+    Err(Error::invalid(place.display(), problem)
+        .hint(format!("{FRESH}, another output keeps both")))
 }
 
 fn list_changes(field: &str, old: &Value, new: &Value, changes: &mut Vec<String>) {

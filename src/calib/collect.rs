@@ -10,14 +10,14 @@ use rand_chacha::ChaCha8Rng;
 use serde::Serialize;
 
 use super::accumulate::{Accumulator, HoldoutRows, check_finite, output_metric};
-use super::checkpoint::{Found, Workspace};
+use super::checkpoint::Workspace;
 use super::moments::{ALGORITHM, LayerRecord, Meta, SCHEMA};
 use super::progress::Progress;
 use crate::data::Corpus;
 use crate::kv::attention::{Dims, causal};
 use crate::model::{Attention, DecoderLayer, Model, PackedSequence};
 use crate::zoo::{Calibration, ModelInfo, Tool};
-use crate::{Result, interrupt};
+use crate::{Error, Result, interrupt};
 
 /// What [`collect`] writes, and where.
 #[derive(Clone, Debug)]
@@ -75,7 +75,7 @@ pub struct Timings {
 /// interrupted or killed run of the same inputs stopped; the bytes are those of an unbroken run.
 ///
 /// # Errors
-/// [`Error::Interrupted`](crate::Error::Interrupted) after Ctrl-C; inputs that differ from those of the work found
+/// [`Error::Interrupted`] after Ctrl-C; inputs that differ from those of the work found
 /// there; NaN or infinity in activations, with layer and place.
 pub fn collect(
     model: &Model,
@@ -83,18 +83,28 @@ pub fn collect(
     options: &CollectOptions,
     progress: &mut dyn Progress,
 ) -> Result<Collected> {
+    let count = |sequences: &[PackedSequence]| -> usize {
+        sequences.iter().map(|s| s.token_ids.len()).sum()
+    };
+    let counted = [count(&corpus.sequences), count(&corpus.holdout)];
+    if counted != [corpus.tokens, corpus.holdout_tokens] || corpus.tokens == 0 {
+        let problem = format!(
+            "{} tokens to calibrate and {} held out are declared, but its sequences have {} and {}",
+            corpus.tokens, corpus.holdout_tokens, counted[0], counted[1]
+        );
+        return Err(Error::invalid("corpus", problem));
+    }
     let meta = meta(model, corpus, options)?;
     let layers = meta.model.layers;
     let mut timings = Timings::default();
-    let workspace = match Workspace::open(&options.output, &meta, options.fresh)? {
-        Found::Work(workspace) => workspace,
-        Found::Complete => {
-            return Ok(Collected {
-                path: options.output.clone(),
-                resumed_layers: layers,
-                timings,
-            });
-        }
+    let Some(workspace) = Workspace::open(&options.output, &meta, options.fresh)? else {
+        let output = options.output.display();
+        progress.note(&format!("`{output}` is complete already"));
+        return Ok(Collected {
+            path: options.output.clone(),
+            resumed_layers: layers,
+            timings,
+        });
     };
     let (finished, damaged) = workspace.finished_layers();
     for i in damaged {
@@ -204,10 +214,11 @@ impl Run<'_> {
             self.hidden[at] =
                 layer.forward(&self.hidden[at], &sequence.prompt_lens, &mut observer)?;
             if self.progress.tokens(sequence.token_ids.len()).is_break() {
-                return Err(crate::Error::Interrupted);
+                return Err(Error::Interrupted);
             }
         }
-        self.timings.decoder += begin.elapsed() - observer.attention - observer.accumulate;
+        let observed = observer.attention + observer.accumulate;
+        self.timings.decoder += begin.elapsed().saturating_sub(observed);
         self.timings.attention += observer.attention;
         let Observer {
             accumulator,

@@ -11,7 +11,7 @@ use safetensors::{SafeTensorError, SafeTensors};
 use serde::Serialize;
 use sha2::{Digest, Sha256};
 
-use crate::files::{hex, write_atomic};
+use crate::files::{canonical_json, hex, write_atomic};
 use crate::{Error, Result};
 
 /// A tensor to write.
@@ -19,6 +19,8 @@ pub(super) struct Part<'a> {
     pub dtype: Dtype,
     pub shape: Vec<usize>,
     pub bytes: &'a [u8],
+    /// Where the bytes lie in another file.
+    source: Option<&'a Container>,
 }
 
 impl<'a> Part<'a> {
@@ -29,15 +31,16 @@ impl<'a> Part<'a> {
             dtype,
             shape: shape.to_vec(),
             bytes: bytemuck::cast_slice(values),
+            source: None,
         }
     }
-}
 
-/// JSON with sorted keys and no spaces.
-pub(super) fn canonical_json(value: &impl Serialize) -> Result<String> {
-    // The map of `Value` is sorted.
-    let value = serde_json::to_value(value).map_err(|e| Error::invalid("metadata", e))?;
-    Ok(value.to_string())
+    /// Gives memory back once the bytes were used.
+    fn release(&self) {
+        if let Some(source) = self.source {
+            source.release(self.bytes);
+        }
+    }
 }
 
 /// Tensors by name.
@@ -60,12 +63,19 @@ pub(super) fn content_sha256(parts: &Parts) -> String {
     let mut hasher = Sha256::new();
     for (name, part) in parts {
         hash_tensor(&mut hasher, name, part.dtype, &part.shape, part.bytes);
+        part.release();
     }
     hex(&hasher.finalize())
 }
 
-/// Writes `parts` with metadata `{key: json}`; the same input gives the same bytes.
-pub(super) fn write(path: &Path, key: &str, json: String, parts: &Parts) -> Result<()> {
+/// Writes `parts` with `metadata` as canonical JSON under `key`; the same input gives the same bytes.
+pub(super) fn write(
+    path: &Path,
+    key: &str,
+    metadata: &impl Serialize,
+    parts: &Parts,
+) -> Result<()> {
+    let json = canonical_json(metadata)?;
     let order = in_file_order(parts);
     let mut at = 0;
     let infos = order
@@ -89,9 +99,11 @@ pub(super) fn write(path: &Path, key: &str, json: String, parts: &Parts) -> Resu
     write_atomic(path, |out| {
         out.write_all(&(header.len() as u64).to_le_bytes())?;
         out.write_all(&header)?;
-        order
-            .iter()
-            .try_for_each(|(_, part)| out.write_all(part.bytes))
+        for (_, part) in order {
+            out.write_all(part.bytes)?;
+            part.release();
+        }
+        Ok(())
     })
 }
 
@@ -162,7 +174,28 @@ impl Container {
     /// A tensor as it stands, to be copied to another file.
     pub fn part(&self, name: &str) -> Result<Part<'_>> {
         let info = self.info(name)?;
-        Ok(Part::new(info.dtype, &info.shape, self.bytes(name)?))
+        Ok(Part {
+            source: Some(self),
+            ..Part::new(info.dtype, &info.shape, self.bytes(name)?)
+        })
+    }
+
+    /// Takes pages that were read out of this process's memory: a large file, read through once, must not count as
+    /// memory in use. They are read again from the file where they are needed again.
+    fn release(&self, bytes: &[u8]) {
+        #[cfg(unix)]
+        {
+            let offset = bytes.as_ptr().addr() - self.map.as_ptr().addr();
+            #[allow(unsafe_code)]
+            // SAFETY: the map is a shared one of a file and read-only, so that dropped pages keep their content.
+            let _ = unsafe {
+                self.map.unchecked_advise_range(
+                    memmap2::UncheckedAdvice::DontNeed,
+                    offset,
+                    bytes.len(),
+                )
+            };
+        }
     }
 
     /// # Errors
@@ -181,19 +214,19 @@ impl Container {
     /// Values of an F64 tensor, all finite.
     pub fn f64(&self, name: &str) -> Result<Vec<f64>> {
         let read = |bytes: [u8; 8]| f64::from_le_bytes(bytes);
-        self.values(name, Dtype::F64, read, |x| x.is_finite())
+        self.values(name, Dtype::F64, read, f64::is_finite)
     }
 
     /// Values of an F32 tensor, all finite.
     pub fn f32(&self, name: &str) -> Result<Vec<f32>> {
         let read = |bytes: [u8; 4]| f32::from_le_bytes(bytes);
-        self.values(name, Dtype::F32, read, |x| x.is_finite())
+        self.values(name, Dtype::F32, read, f32::is_finite)
     }
 
     /// Values of a BF16 tensor, widened, all finite.
     pub fn bf16(&self, name: &str) -> Result<Vec<f32>> {
         let read = |bytes: [u8; 2]| half::bf16::from_le_bytes(bytes).to_f32();
-        self.values(name, Dtype::BF16, read, |x| x.is_finite())
+        self.values(name, Dtype::BF16, read, f32::is_finite)
     }
 
     /// Values of a U32 tensor.
@@ -212,8 +245,14 @@ impl Container {
         if found != dtype {
             return Err(self.wrong(name, format!("is {found}, not {dtype}")));
         }
-        let (elements, _) = self.bytes(name)?.as_chunks::<N>();
-        let values: Vec<T> = elements.iter().map(|&bytes| read(bytes)).collect();
+        let bytes = self.bytes(name)?;
+        let values: Vec<T> = bytes
+            .as_chunks::<N>()
+            .0
+            .iter()
+            .map(|&bytes| read(bytes))
+            .collect();
+        self.release(bytes);
         match values.iter().position(|&x| !good(x)) {
             Some(at) => Err(self.wrong(name, format!("has a non-finite value at element {at}"))),
             None => Ok(values),
@@ -227,6 +266,7 @@ impl Container {
             let info = self.info(&name)?;
             let bytes = self.bytes(&name)?;
             hash_tensor(&mut hasher, &name, info.dtype, &info.shape, bytes);
+            self.release(bytes);
         }
         Ok(hex(&hasher.finalize()))
     }

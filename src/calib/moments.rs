@@ -275,7 +275,7 @@ pub(super) fn write_parts<'a>(
         content_sha256: container::content_sha256(&parts),
         ..meta.clone()
     };
-    container::write(path, KEY, container::canonical_json(&meta)?, &parts)
+    container::write(path, KEY, &meta, &parts)
 }
 
 /// Writes the moments of the same model over the tokens of all `shards` to `path`. Sums and counts add exactly;
@@ -339,7 +339,7 @@ pub fn merge(shards: &[Moments], path: &Path) -> Result<()> {
         meta.sample_rows += b.sample_rows;
     }
     meta.calibration.token_ids_sha256 = sha256_bytes(token_ids.join("\n").as_bytes());
-    meta.tool.version = env!("CARGO_PKG_VERSION").to_owned();
+    env!("CARGO_PKG_VERSION").clone_into(&mut meta.tool.version);
 
     let layers = (0..first.layers())
         .map(|i| LayerRecord::merged(shards, i))
@@ -415,6 +415,11 @@ const PROMPT_LENS: &str = "holdout.prompt_lens";
 /// Heads and channels beyond any model: keeps sizes of hostile files from overflowing.
 const LARGEST: usize = 1 << 20;
 
+#[derive(Deserialize)]
+struct Version {
+    schema: u32,
+}
+
 impl Moments {
     /// Whether `path` is a safetensors file whose header has the key of moments files, sound or not.
     pub fn recognise(path: &Path) -> Result<bool> {
@@ -434,10 +439,6 @@ impl Moments {
     pub fn open(path: &Path) -> Result<Self> {
         let file = Container::open(path, KEY)?;
         let place = || format!("{}: metadata `{KEY}`", path.display());
-        #[derive(Deserialize)]
-        struct Version {
-            schema: u32,
-        }
         let Version { schema } =
             serde_json::from_str(file.json()).map_err(|e| Error::invalid(place(), e))?;
         if schema > SCHEMA {

@@ -268,6 +268,7 @@ impl Weights {
                         Ok(())
                     },
                 )?;
+            self.release(tensor);
         }
         let tensor = match stored.first() {
             Some((.., Stored { shape, .. })) if shape.len() == 2 => {
@@ -276,6 +277,22 @@ impl Weights {
             _ => Tensor::from_vec(all, elements, device)?,
         };
         Ok(tensor)
+    }
+
+    /// Takes the pages of a tensor that was loaded out of this process's memory: it holds a layer, not the file.
+    fn release(&self, tensor: &Stored) {
+        #[cfg(unix)]
+        {
+            #[allow(unsafe_code)]
+            // SAFETY: the map is a shared one of a file and read-only, so that dropped pages keep their content.
+            let _ = unsafe {
+                self.files[tensor.file].1.unchecked_advise_range(
+                    memmap2::UncheckedAdvice::DontNeed,
+                    tensor.start,
+                    tensor.bytes,
+                )
+            };
+        }
     }
 
     /// Rows of a matrix, in f32.

@@ -12,7 +12,8 @@ use sha2::{Digest, Sha256};
 
 use super::schema::{Metadata, SCHEMA, Scope};
 use super::verify;
-use crate::{Error, Result, files};
+use crate::files::{self, canonical_json};
+use crate::{Error, Result};
 
 /// Name of the tensors' file in an entry's folder.
 pub const FILE: &str = "rotations.safetensors";
@@ -229,7 +230,7 @@ impl Entry {
                 .map(|(name, (shape, data))| (name.as_str(), shape.as_slice(), data.as_slice())),
         );
         let bad = |problem: &dyn fmt::Display| Error::invalid(place.display(), problem);
-        let json = canonical_json(&metadata).map_err(|e| bad(&e))?;
+        let json = canonical_json(&metadata)?;
         let views = tensors
             .iter()
             .map(|(name, (shape, data))| {
@@ -318,21 +319,6 @@ pub(super) fn content_sha256<'a>(
         hasher.update(data);
     }
     files::hex(&hasher.finalize())
-}
-
-/// Keys sorted at every level, no spaces.
-fn canonical_json(metadata: &Metadata) -> serde_json::Result<String> {
-    fn sorted(value: serde_json::Value) -> serde_json::Value {
-        match value {
-            serde_json::Value::Object(map) => {
-                let map: BTreeMap<_, _> = map.into_iter().collect();
-                map.into_iter().map(|(k, v)| (k, sorted(v))).collect()
-            }
-            serde_json::Value::Array(list) => list.into_iter().map(sorted).collect(),
-            other => other,
-        }
-    }
-    serde_json::to_string(&sorted(serde_json::to_value(metadata)?))
 }
 
 #[derive(serde::Deserialize)]
