@@ -663,7 +663,7 @@ fn hostile_and_damaged_files_are_refused() {
     // Offsets that overlap, run backwards or leave the file.
     for offsets in [[0, 4096], [4096, 0], [0, usize::MAX]] {
         open(&with_header(&|header| {
-            header["layers.1.qq"]["data_offsets"] = serde_json::json!(offsets)
+            header["layers.1.qq"]["data_offsets"] = serde_json::json!(offsets);
         }));
     }
     expect(
@@ -672,7 +672,7 @@ fn hostile_and_damaged_files_are_refused() {
     );
     expect(
         &with_header(&|header| {
-            header["layers.1.qq"]["shape"] = serde_json::json!([usize::MAX, usize::MAX, 2])
+            header["layers.1.qq"]["shape"] = serde_json::json!([usize::MAX, usize::MAX, 2]);
         }),
         "safetensors",
     );
@@ -697,7 +697,7 @@ fn hostile_and_damaged_files_are_refused() {
     );
     expect(
         &with_header(&|header| {
-            edit_meta(header, |meta| meta["model"]["layers"] = 1_000_000.into())
+            edit_meta(header, |meta| meta["model"]["layers"] = 1_000_000.into());
         }),
         "lists 4 layers",
     );
@@ -709,15 +709,15 @@ fn hostile_and_damaged_files_are_refused() {
     ] {
         open(&with_header(&|header| {
             edit_meta(header, |meta| {
-                meta["model"][field] = serde_json::json!([value, value, value, value])
-            })
+                meta["model"][field] = serde_json::json!([value, value, value, value]);
+            });
         }));
     }
     open(&with_header(&|header| {
-        edit_meta(header, |meta| meta["calibration"]["tokens"] = 0.into())
+        edit_meta(header, |meta| meta["calibration"]["tokens"] = 0.into());
     }));
     open(&with_header(&|header| {
-        edit_meta(header, |meta| meta["holdout_tokens"] = 44.into())
+        edit_meta(header, |meta| meta["holdout_tokens"] = 44.into());
     }));
     expect(
         &with_header(&|header| header["__metadata__"][moments::KEY] = "{".into()),
