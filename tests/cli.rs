@@ -355,6 +355,31 @@ fn read_only_output_is_refused_before_work() {
     assert_eq!(fs::read_to_string(&blocked).unwrap(), "in the way");
 }
 
+/// A limit on file sizes stands in for a full disk: writes fail half-way, without root and without a small disk.
+#[cfg(unix)]
+#[test]
+fn a_full_disk_leaves_no_half_written_file() {
+    let toy = Toy::new();
+    let out = toy.at("moments.safetensors");
+    let output = Command::new("sh")
+        .args(["-c", "trap '' XFSZ; ulimit -f 64; exec \"$@\"", "sh"])
+        .arg(env!("CARGO_BIN_EXE_oscar"))
+        .args(toy.collect(&out))
+        .output()
+        .unwrap();
+    let message = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{message}");
+    assert!(message.contains("cannot write"), "{message}");
+    assert!(!out.exists());
+    let left = fs::read_dir(toy.at("moments.safetensors.partial")).unwrap();
+    for file in left.map(|file| file.unwrap().file_name().into_string().unwrap()) {
+        assert!(["state.json", "lock"].contains(&file.as_str()), "{file}");
+    }
+    // With room again, the same command ends well.
+    fine(&toy.collect(&out));
+    fine(&["verify", str(&out)]);
+}
+
 #[test]
 fn a_closed_pipe_is_success() {
     let mut child = Command::new(env!("CARGO_BIN_EXE_oscar"))
