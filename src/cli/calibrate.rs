@@ -34,7 +34,8 @@ pub struct Args {
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     moments: Option<PathBuf>,
 
-    #[arg(long, value_enum, default_value_t)]
+    /// How the result is printed
+    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
     format: Format,
 }
 

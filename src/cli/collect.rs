@@ -31,7 +31,8 @@ pub struct Args {
     #[command(flatten)]
     run: RunArgs,
 
-    #[arg(long, value_enum, default_value_t)]
+    /// How the result is printed
+    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
     format: Format,
 }
 

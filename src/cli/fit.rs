@@ -23,7 +23,8 @@ pub struct Args {
     #[command(flatten)]
     place: PlaceArgs,
 
-    #[arg(long, value_enum, default_value_t)]
+    /// How the result is printed
+    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
     format: Format,
 }
 

@@ -28,7 +28,8 @@ pub struct Args {
     #[arg(short, long, value_name = "LAYER", value_delimiter = ',')]
     layer: Vec<usize>,
 
-    #[arg(long, value_enum, default_value_t)]
+    /// How the result is printed
+    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
     format: Format,
 }
 

@@ -66,10 +66,11 @@ pub struct Args {
     min_top1: Option<f64>,
 
     /// Do not keep the result in the entry's metrics.json
-    #[arg(long)]
+    #[arg(long, help_heading = "Output")]
     no_write: bool,
 
-    #[arg(long, value_enum, default_value_t)]
+    /// How the result is printed
+    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
     format: Format,
 }
 

@@ -20,7 +20,8 @@ pub struct Args {
     #[arg(required = true, value_name = "PATH")]
     paths: Vec<PathBuf>,
 
-    #[arg(long, value_enum, default_value_t)]
+    /// How the result is printed
+    #[arg(long, value_enum, default_value_t, help_heading = "Output")]
     format: Format,
 }
 
