@@ -22,7 +22,9 @@ pub enum Error {
     #[error("{place}: {problem}")]
     Numeric { place: String, problem: String },
     /// Ctrl-C or SIGTERM; the same command goes on from the last finished layer.
-    #[error("interrupted")]
+    #[error(
+        "interrupted\n  hint: finished layers of a collection are kept; the same command goes on after them"
+    )]
     Interrupted,
     /// A tensor operation failed.
     #[error("tensor operation failed: {0}")]

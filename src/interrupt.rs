@@ -6,9 +6,9 @@ use crate::{Error, Result};
 
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
-/// Notes that the run should stop; called by the signal handler.
-pub fn request() {
-    INTERRUPTED.store(true, Ordering::SeqCst);
+/// Notes that the run should stop, and says whether that was noted before; called by the signal handler.
+pub fn request() -> bool {
+    INTERRUPTED.swap(true, Ordering::SeqCst)
 }
 
 /// [`Error::Interrupted`] once [`request`] was called: long loops call this between steps.

@@ -233,7 +233,7 @@ fn a_model_is_calibrated_checked_and_measured() {
 }
 
 #[test]
-fn killed_runs_go_on_to_the_same_bytes() {
+fn killed_and_interrupted_runs_go_on_to_the_same_bytes() {
     let toy = Toy::new();
     let unbroken = toy.at("unbroken.safetensors");
     fine(&toy.collect(&unbroken));
@@ -256,9 +256,15 @@ fn killed_runs_go_on_to_the_same_bytes() {
             assert!(status.success());
             break;
         }
-        // SIGKILL on Unix.
-        child.kill().unwrap();
-        child.wait().unwrap();
+        if attempt % 3 == 0 {
+            let pid = child.id().to_string();
+            Command::new("kill").args(["-INT", &pid]).status().unwrap();
+        } else {
+            // SIGKILL on Unix.
+            child.kill().unwrap();
+        }
+        let status = child.wait().unwrap();
+        assert_ne!(status.code(), Some(1));
         kills += 1;
         assert!(attempt < 200, "never finishes");
     }

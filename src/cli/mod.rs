@@ -16,6 +16,8 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 
+use crate::interrupt;
+
 /// Calibrate 2-bit KV caches that keep a model's answers.
 ///
 /// Runs a model over calibration prompts one layer at a time, fits rotations, clips and feedback matrices for its
@@ -67,6 +69,12 @@ impl From<Outcome> for ExitCode {
 
 /// Runs the command that was parsed.
 pub fn run(cli: &Cli) -> Result<Outcome> {
+    // The first Ctrl-C ends the run between two steps, the second at once. Where no handler can be set, all do.
+    let _ = ctrlc::set_handler(|| {
+        if interrupt::request() {
+            std::process::exit(2);
+        }
+    });
     match &cli.command {
         Command::Calibrate(args) => calibrate::run(args),
         Command::Collect(args) => collect::run(args),

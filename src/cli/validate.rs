@@ -106,7 +106,7 @@ pub fn run(args: &Args) -> Result<Outcome> {
     };
     let mut meter = Meter::new();
     let report = validate(&model, &corpus, &methods, &options, &mut |step| {
-        meter.step(step)
+        meter.step(step);
     })?;
     meter.finish();
 
@@ -130,17 +130,13 @@ pub fn run(args: &Args) -> Result<Outcome> {
 
 /// `--moments`, or the file that `oscar calibrate` leaves beside the entry.
 fn moments(args: &Args) -> Result<Option<Moments>> {
+    let beside = moments_beside(entry_folder(&args.entry));
     let path = match &args.moments {
-        Some(path) => path.clone(),
-        None => {
-            let beside = moments_beside(entry_folder(&args.entry));
-            if !beside.exists() {
-                return Ok(None);
-            }
-            beside
-        }
+        Some(path) => path,
+        None if beside.exists() => &beside,
+        None => return Ok(None),
     };
-    Ok(Some(Moments::open(&path)?))
+    Ok(Some(Moments::open(path)?))
 }
 
 /// Two entries of one method are `balanced` and `balanced-2`.
