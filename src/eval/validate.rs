@@ -11,8 +11,9 @@ use crate::model::{Attention, DecoderLayer, LmHead, Model};
 use crate::zoo::Windows;
 use crate::{Error, Result, interrupt};
 
-/// Rows whose logits stand in memory at once, of the reference and of one method.
-const LOGIT_ROWS: usize = 128;
+/// Logits that stand in memory at once, of the reference and of one method: enough rows that the head's weights are
+/// not read for each anew.
+const LOGIT_BYTES: usize = 64 << 20;
 
 /// How to evaluate.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -115,6 +116,7 @@ pub fn validate(
 
     let scores = score(
         &model.head()?,
+        model.config().vocab_size,
         corpus,
         methods,
         windows,
@@ -263,6 +265,7 @@ struct Scores {
 
 fn score(
     head: &LmHead,
+    vocab: usize,
     corpus: &Corpus,
     methods: &[EvalMethod],
     windows: Windows,
@@ -274,11 +277,11 @@ fn score(
         positions: 0,
         methods: vec![Totals::default(); methods.len()],
     };
-    let logits = |stream: usize, sequence: usize, start: usize, rows: usize| -> Result<_> {
+    let logits = |stream: usize, sequence: usize, start: usize, rows: usize| -> Result<Vec<f32>> {
         let logits = head.logits(&hidden[stream][sequence].narrow(0, start, rows)?)?;
-        let vocab = logits.dim(1)?;
-        Ok((logits.flatten_all()?.to_vec1::<f32>()?, vocab))
+        Ok(logits.flatten_all()?.to_vec1::<f32>()?)
     };
+    let block = (LOGIT_BYTES / size_of::<f32>() / vocab).clamp(32, 512);
     for (index, sequence) in corpus.sequences.iter().enumerate() {
         let mut prompt_start = 0;
         for &len in &sequence.prompt_lens {
@@ -286,8 +289,8 @@ fn score(
             let first = prompt_start + windows.sink_tokens + windows.recent_tokens;
             prompt_start += len;
             let mut window = vec![Vec::with_capacity(positions); methods.len()];
-            for start in (first..first + positions).step_by(LOGIT_ROWS) {
-                let rows = LOGIT_ROWS.min(first + positions - start);
+            for start in (first..first + positions).step_by(block) {
+                let rows = block.min(first + positions - start);
                 let targets = &sequence.token_ids[start + 1..=start + rows];
                 let not_finite = |whose: &str| {
                     Error::numeric(
@@ -299,12 +302,12 @@ fn score(
                         "logits are not finite",
                     )
                 };
-                let (full, vocab) = logits(0, index, start, rows)?;
+                let full = logits(0, index, start, rows)?;
                 let reference =
                     Reference::new(&full, vocab).ok_or_else(|| not_finite("full precision"))?;
                 scores.reference_nll += reference.nll(targets).iter().sum::<f64>();
                 for (i, method) in methods.iter().enumerate() {
-                    let (quantized, _) = logits(i + 1, index, start, rows)?;
+                    let quantized = logits(i + 1, index, start, rows)?;
                     let compared = reference
                         .compare(&quantized, targets)
                         .ok_or_else(|| not_finite(&format!("method `{}`", method.name)))?;
