@@ -30,7 +30,7 @@ pub struct CollectOptions {
     pub tokenizer_sha256: String,
     /// Start over, whatever lies there.
     pub fresh: bool,
-    /// Hidden states are kept at most this often: a resumed run repeats as much of the forward pass.
+    /// Hidden states are kept at least this often, between layers: a resumed run repeats as much of the forward pass.
     pub checkpoint_interval: Duration,
 }
 
@@ -134,6 +134,7 @@ pub fn collect(
             sample_rows: sample_rows(corpus.tokens, meta.sample_rows, corpus.seed),
             hidden,
             hidden_kept: Instant::now(),
+            hidden_cost: Duration::ZERO,
             checkpoint_interval: options.checkpoint_interval,
             timings: &mut timings,
             progress,
@@ -174,6 +175,8 @@ struct Run<'a> {
     sample_rows: Vec<usize>,
     hidden: Vec<Tensor>,
     hidden_kept: Instant,
+    /// Of keeping them the last time.
+    hidden_cost: Duration,
     checkpoint_interval: Duration,
     timings: &'a mut Timings,
     progress: &'a mut dyn Progress,
@@ -211,8 +214,13 @@ impl Run<'_> {
             } else {
                 Mode::Keep
             };
-            self.hidden[at] =
-                layer.forward(&self.hidden[at], &sequence.prompt_lens, &mut observer)?;
+            let (hidden, lens) = (&self.hidden[at], &sequence.prompt_lens);
+            if last {
+                // Nobody reads what comes after it.
+                layer.attend(hidden, lens, &mut observer)?;
+            } else {
+                self.hidden[at] = layer.forward(hidden, lens, &mut observer)?;
+            }
             if self.progress.tokens(sequence.token_ids.len()).is_break() {
                 return Err(Error::Interrupted);
             }
@@ -244,14 +252,16 @@ impl Run<'_> {
             self.workspace.write_layer(i, &record)?;
             self.timings.write += begin.elapsed();
         }
-        // After Ctrl-C the run ends here.
-        let due =
-            self.hidden_kept.elapsed() >= self.checkpoint_interval || interrupt::check().is_err();
+        // Often enough that a run killed again and again still gets on, rarely enough to cost little; and after Ctrl-C,
+        // which ends the run here.
+        let interval = self.checkpoint_interval.min(30 * self.hidden_cost);
+        let due = self.hidden_kept.elapsed() >= interval || interrupt::check().is_err();
         if due && !last {
             let begin = Instant::now();
             self.workspace.write_hidden(i + 1, &self.hidden)?;
             self.hidden_kept = Instant::now();
-            self.timings.write += begin.elapsed();
+            self.hidden_cost = begin.elapsed();
+            self.timings.write += self.hidden_cost;
         }
         self.progress.layer_done(i);
         Ok(())

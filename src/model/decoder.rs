@@ -57,21 +57,38 @@ impl DecoderLayer {
         prompt_lens: &[usize],
         attention: &mut dyn Attention,
     ) -> Result<Tensor> {
+        let o = self.attend(hidden, prompt_lens, attention)?;
+        if self.runs_in_blocks(hidden) {
+            return self.finish_blocks(&hidden.contiguous()?, &o);
+        }
+        self.finish(hidden, &o)
+    }
+
+    /// The first half of [`Self::forward`]: attention's output (tokens, heads, head_dim). Enough of a last layer whose
+    /// output nobody reads.
+    ///
+    /// # Errors
+    /// A prompt longer than the model's context.
+    pub fn attend(
+        &self,
+        hidden: &Tensor,
+        prompt_lens: &[usize],
+        attention: &mut dyn Attention,
+    ) -> Result<Tensor> {
         let positions = Positions::new(hidden, prompt_lens, &self.config)?;
         let table = self.tables.upto(positions.longest);
-        let fast = hidden.device().is_cpu()
+        let (q, k, v) = if self.runs_in_blocks(hidden) {
+            self.project_blocks(&hidden.contiguous()?, &positions, &table)?
+        } else {
+            self.project(hidden, &positions, &table)?
+        };
+        attention.attend(self.index, &q, &k, &v, prompt_lens)
+    }
+
+    fn runs_in_blocks(&self, hidden: &Tensor) -> bool {
+        hidden.device().is_cpu()
             && hidden.dtype() == DType::F32
-            && self.output.weight().dtype() == DType::F32;
-        if fast {
-            let hidden = hidden.contiguous()?;
-            let (q, k, v) = self.project_blocks(&hidden, &positions, &table)?;
-            let o = attention.attend(self.index, &q, &k, &v, prompt_lens)?;
-            drop((q, k, v));
-            return self.finish_blocks(&hidden, &o);
-        }
-        let (q, k, v) = self.project(hidden, &positions, &table)?;
-        let o = attention.attend(self.index, &q, &k, &v, prompt_lens)?;
-        self.finish(hidden, &o)
+            && self.output.weight().dtype() == DType::F32
     }
 
     fn project(
