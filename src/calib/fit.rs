@@ -3,6 +3,8 @@
 //! For every layer, side and KV head (or layer, in scope `layer`): moments → transform → feedback matrix → clip ratio
 //! and exponent by search. Layers and heads are independent, so the bytes do not depend on the number of threads.
 
+use std::collections::BTreeMap;
+
 use nalgebra::{DMatrix, DVector};
 
 use super::moments::{Holdout, LayerMoments, Moments};
@@ -23,8 +25,9 @@ pub const ALGORITHM: u32 = 1;
 const BITS: u32 = 2;
 
 /// How much the held-out, sensitivity-weighted moments count against those of the whole calibration: the former know
-/// what attention reads, the latter have more tokens.
-const HELD_OUT_SHARE: f64 = 0.7;
+/// what attention reads, the latter have more tokens. Fewer tokens suffice for a mean.
+const HELD_OUT_SHARE: f64 = 0.6;
+const HELD_OUT_MEAN_SHARE: f64 = 0.9;
 
 /// Held-out tokens used, longest prompts first: more only cost time.
 const MAX_HELD_OUT_TOKENS: usize = 16_384;
@@ -38,6 +41,9 @@ const WINDOWS_CONTEXT_TOKENS: usize = 4096;
 /// Queries a KV head, over all held-out prompts, for weighted moments; and every how manieth of them for the search.
 const QUERIES: usize = 512;
 const SEARCH_STEP: usize = 4;
+
+/// Energy a channel of what stands in for a moment without energy: nothing, beside the other heads of a layer.
+const STAND_IN: f64 = 1e-24;
 
 /// Without held-out prompts.
 const DEFAULT_EXPONENT: f64 = 0.4;
@@ -101,6 +107,15 @@ impl FitOptions {
 
     fn centered(&self) -> bool {
         self.center.unwrap_or(self.method == Method::Balanced)
+    }
+
+    /// Whether anything is searched or weighed by what attention reads.
+    fn uses_held_out(&self) -> bool {
+        self.k_clip.is_none()
+            || self.v_clip.is_none()
+            || self.method == Method::Balanced
+            || self.rounding == Rounding::Feedback
+            || self.centered()
     }
 
     /// Values are rotated by this moment's eigenvectors.
@@ -172,16 +187,17 @@ pub struct Fitted {
 pub fn fit(moments: &Moments, options: &FitOptions) -> Result<Fitted> {
     let meta = moments.meta();
     let group = options.check(&meta.model.head_dim)?;
+    let uses_held_out = options.uses_held_out();
     let mut layers = parallel(moments.layers(), |i| {
         interrupt::check()?;
-        let holdout = moments.holdout(i)?;
-        fit_layer(&moments.layer(i)?, &holdout, group, options)
+        let holdout = uses_held_out.then(|| moments.holdout(i)).transpose()?;
+        fit_layer(&moments.layer(i)?, holdout.as_ref(), group, options)
     })
     .into_iter()
     .collect::<Result<Vec<_>>>()?;
 
     let mut warnings = Vec::new();
-    if meta.holdout_tokens == 0 {
+    if meta.holdout_tokens == 0 && uses_held_out {
         warnings.push("no held-out prompts in the moments: clip ratios are defaults".to_owned());
     }
     let centered = options.centered();
@@ -190,8 +206,8 @@ pub fn fit(moments: &Moments, options: &FitOptions) -> Result<Fitted> {
         v_rounding: options.rounding,
         k_centered: centered,
         v_centered: centered,
-        k: Default::default(),
-        v: Default::default(),
+        k: BTreeMap::new(),
+        v: BTreeMap::new(),
     };
     for (i, layer) in layers.iter_mut().enumerate() {
         warnings.append(&mut layer.warnings);
@@ -266,7 +282,7 @@ struct Target {
 
 fn fit_layer(
     moments: &LayerMoments,
-    holdout: &Holdout,
+    holdout: Option<&Holdout>,
     group: usize,
     options: &FitOptions,
 ) -> Result<FittedLayer> {
@@ -370,7 +386,7 @@ fn located(error: Error, layer: usize, side: SideName, heads: &[usize]) -> Error
 impl Head {
     fn new(
         moments: &LayerMoments,
-        holdout: &Holdout,
+        holdout: Option<&Holdout>,
         head: usize,
         options: &FitOptions,
     ) -> Result<(Self, Vec<String>)> {
@@ -398,7 +414,7 @@ impl Head {
                 matrix.clone()
             } else {
                 warnings.push(format!("{what}; the identity stands in"));
-                DMatrix::identity(d, d)
+                DMatrix::identity(d, d) * STAND_IN
             }
         };
         let qq = alive(&moments.qq[head], 0.0, "queries have no energy");
@@ -406,7 +422,9 @@ impl Head {
         let kk = &moments.kk[head];
         let vv = &moments.vv[head];
         let factor = factor(&wo)?;
-        let held_out = held_out(moments, holdout, head, options.windows);
+        let held_out = holdout.map_or_else(Vec::new, |holdout| {
+            held_out(moments, holdout, head, options.windows)
+        });
         let sensitivity = Sensitivity::of(
             &held_out,
             &factor,
@@ -430,8 +448,11 @@ impl Head {
             }
             k_spread = blend(&k_spread, &felt.keys);
             v_spread = blend(&v_spread, &felt.values);
-            k_mean = k_mean * (1.0 - HELD_OUT_SHARE) + &felt.key_mean * HELD_OUT_SHARE;
-            v_mean = v_mean * (1.0 - HELD_OUT_SHARE) + &felt.value_mean * HELD_OUT_SHARE;
+            let blend_means = |a: &DVector<f64>, b: &DVector<f64>| {
+                a * (1.0 - HELD_OUT_MEAN_SHARE) + b * HELD_OUT_MEAN_SHARE
+            };
+            k_mean = blend_means(&k_mean, &felt.key_mean);
+            v_mean = blend_means(&v_mean, &felt.value_mean);
         }
         if !options.centered() {
             k_spread += &k_mean * k_mean.transpose();
@@ -622,14 +643,14 @@ impl Unit<'_> {
         };
         let mut known: Vec<(f64, Basis)> = Vec::new();
         let mut basis_at = |p: f64| -> Result<Basis> {
-            if let Some((_, basis)) = known.iter().find(|(at, _)| *at == p) {
+            if let Some((_, basis)) = known.iter().find(|(at, _)| at.total_cmp(&p).is_eq()) {
                 return Ok(basis.clone());
             }
             let basis = self.basis(&target, balances, p)?;
             known.push((p, basis.clone()));
             Ok(basis)
         };
-        let (clip, p, error) = if searches {
+        let (clip, p, error) = if clip.coarse.len() + exponent.coarse.len() > 2 {
             let best = search(&clip, &exponent, |clip, p| {
                 self.measure(&basis_at(p)?, clip)
             })?;

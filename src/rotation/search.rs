@@ -262,3 +262,87 @@ pub fn search(
     }
     Ok(best)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::quant::Codec;
+
+    #[test]
+    fn finds_the_bottom_of_a_bowl_off_the_grid() {
+        let clip = Axis {
+            coarse: vec![0.92, 0.945, 0.97],
+            fine: 0.0125,
+            bounds: (0.85, 1.0),
+        };
+        let exponent = Axis {
+            coarse: vec![0.3, 0.4, 0.5],
+            fine: 0.05,
+            bounds: (0.2, 0.5),
+        };
+        let mut tried = Vec::new();
+        let best = search(&clip, &exponent, |c, p| {
+            assert!((0.85..=1.0).contains(&c) && (0.2..=0.5).contains(&p));
+            tried.push((c, p));
+            Ok(OutputError {
+                squared: (c - 0.958).powi(2) + (p - 0.26).powi(2),
+                coherent: 0.0,
+                energy: 1.0,
+            })
+        });
+        let best = best.unwrap();
+        assert!((best.clip - 0.9575).abs() < 1e-9 && (best.exponent - 0.25).abs() < 1e-9);
+        assert!(tried.len() <= 9, "{} points", tried.len());
+        let mut points = 0;
+        search(&Axis::fixed(0.9), &Axis::fixed(0.4), |_, _| {
+            points += 1;
+            Ok(OutputError::default())
+        })
+        .unwrap();
+        assert_eq!(points, 1);
+    }
+
+    /// A value error that all tokens share reaches every output whole; one that alternates averages out and is shared
+    /// by none.
+    #[test]
+    fn tells_shared_errors_from_independent_ones() {
+        let (tokens, d) = (64, 4);
+        let zero = vec![0.0; tokens * d];
+        let prompt = [HeldOut {
+            head_dim: d,
+            group: 1,
+            positions: (32..64).collect(),
+            q: vec![0.0; 32 * d],
+            k: zero.clone(),
+            v: vec![1.0; tokens * d],
+            sink: 0,
+            recent: 1,
+        }];
+        let identity: Vec<f32> = (0..16)
+            .map(|i| f32::from(u8::from(i / 4 == i % 4)))
+            .collect();
+        let objective = Objective::new(&prompt, &identity).unwrap();
+        let exact = vec![1.0; 32 * d];
+        let same: Vec<f32> = exact.iter().map(|x| x + 0.5).collect();
+        let error = objective.compare(&prompt[0], &exact, &same);
+        assert!((error.squared - 32.0).abs() < 1e-9 && (error.coherent - 32.0).abs() < 1e-9);
+        assert!((error.energy - 128.0).abs() < 1e-9 && (error.relative() - 0.5).abs() < 1e-9);
+        let turns: Vec<f32> = (0..32 * d)
+            .map(|i| if i / d % 2 == 0 { 1.5 } else { 0.5 })
+            .collect();
+        let error = objective.compare(&prompt[0], &exact, &turns);
+        assert!((error.squared - 32.0).abs() < 1e-9 && error.coherent < 1e-9);
+
+        let codec = Codec {
+            head_dim: d,
+            levels: 4,
+            group: d,
+            clip: 1.0,
+            feedback: None,
+        };
+        let transform = Transform::new(identity.clone(), identity.clone(), None, codec).unwrap();
+        // Rows of equal values fit four levels.
+        let error = objective.error(SideName::V, &transform).unwrap();
+        assert!(error.relative() < 0.01, "{error:?}");
+    }
+}

@@ -135,9 +135,14 @@ impl Weights {
 
 fn softmax(row: &mut [f32]) {
     let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    row.iter_mut().for_each(|p| *p = (*p - max).exp());
-    let sum: f32 = row.iter().sum();
-    row.iter_mut().for_each(|p| *p /= sum);
+    let mut sum = 0.0;
+    for p in row.iter_mut() {
+        *p = (*p - max).exp();
+        sum += *p;
+    }
+    for p in row {
+        *p /= sum;
+    }
 }
 
 /// Weighted sums of rows about a shift.
@@ -195,5 +200,107 @@ impl Weighted {
         let covariance = moment - &offset * offset.transpose();
         let shift = DVector::from_iterator(self.d, shift.iter().map(|&x| f64::from(x)));
         Some((covariance, offset + shift))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Values in (−1, 1), the same on every machine.
+    fn noise(n: usize, seed: u64) -> Vec<f32> {
+        let mut state = seed;
+        (0..n)
+            .map(|_| {
+                state = state
+                    .wrapping_mul(6_364_136_223_846_793_005)
+                    .wrapping_add(1);
+                (state >> 40) as f32 / (1 << 23) as f32 - 1.0
+            })
+            .collect()
+    }
+
+    #[test]
+    fn weighs_pairs_between_the_windows_as_defined() {
+        let (d, group, tokens) = (8, 2, 90);
+        let positions = vec![20, 41, 60, 89];
+        let prompt = HeldOut {
+            head_dim: d,
+            group,
+            q: noise(positions.len() * group * d, 1)
+                .iter()
+                .map(|x| 3.0 * x)
+                .collect(),
+            k: noise(tokens * d, 2).iter().map(|x| 50.0 + x).collect(),
+            v: noise(tokens * d, 3),
+            positions,
+            sink: 3,
+            recent: 10,
+        };
+        let factor = noise(d * d, 4);
+        let got = Sensitivity::of(
+            std::slice::from_ref(&prompt),
+            &factor,
+            &[50.0; 8],
+            &[0.0; 8],
+        );
+        let got = got.unwrap();
+
+        let row = |x: &[f32], i: usize| {
+            DVector::from_iterator(d, x[i * d..(i + 1) * d].iter().map(|&x| f64::from(x)))
+        };
+        let l = DMatrix::from_row_iterator(d, d, factor.iter().map(|&x| f64::from(x)));
+        let zero = || (DMatrix::<f64>::zeros(d, d), DVector::<f64>::zeros(d), 0.0);
+        let add = |(gram, sum, weight): &mut (_, _, f64), x: &DVector<f64>, w: f64| {
+            *gram += x * x.transpose() * w;
+            *sum += x * w;
+            *weight += w;
+        };
+        let [mut queries, mut keys, mut values] = [zero(), zero(), zero()];
+        for (i, &position) in prompt.positions.iter().enumerate() {
+            for head in 0..group {
+                let q = row(&prompt.q, i * group + head);
+                let score = |j| (row(&prompt.k, j).dot(&q) / (d as f64).sqrt()).exp();
+                let all: f64 = (0..=position).map(score).sum();
+                let o = (0..=position).fold(DVector::zeros(d), |o, j| {
+                    o + row(&prompt.v, j) * (score(j) / all)
+                });
+                for j in 3..=position - 10 {
+                    let s = score(j) / all;
+                    let v = row(&prompt.v, j);
+                    let felt = s * s * (l.tr_mul(&(&v - &o))).norm_squared();
+                    add(&mut queries, &q, felt);
+                    add(&mut keys, &row(&prompt.k, j), felt);
+                    add(&mut values, &v, s * s);
+                }
+            }
+        }
+        let close = |a: &DMatrix<f64>, b: &DMatrix<f64>| (a - b).amax() < 1e-3 * b.amax();
+        let centered = |(gram, sum, weight): &(DMatrix<f64>, DVector<f64>, f64)| {
+            let mean = sum / *weight;
+            (gram / *weight - &mean * mean.transpose(), mean)
+        };
+        assert!(close(&got.queries, &(queries.0 / queries.2)));
+        let (covariance, mean) = centered(&keys);
+        assert!(close(&got.keys, &covariance));
+        assert!((&got.key_mean - mean).amax() < 1e-3);
+        let (covariance, mean) = centered(&values);
+        assert!(close(&got.values, &covariance));
+        assert!((&got.value_mean - mean).amax() < 1e-4);
+    }
+
+    #[test]
+    fn nothing_between_the_windows_is_no_sensitivity() {
+        let prompt = HeldOut {
+            head_dim: 4,
+            group: 1,
+            positions: vec![5],
+            q: noise(4, 1),
+            k: noise(24, 2),
+            v: noise(24, 3),
+            sink: 4,
+            recent: 4,
+        };
+        assert!(Sensitivity::of(&[prompt], &noise(16, 4), &[0.0; 4], &[0.0; 4]).is_none());
     }
 }
