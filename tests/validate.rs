@@ -266,11 +266,12 @@ fn the_report_is_what_the_definition_gives() {
             panic!("two methods")
         };
         assert_eq!(coarse.output_error.len(), HEADS);
+        assert_eq!(fine.logit_error.iter().flatten().count(), HEADS);
         for (coarse, fine) in [
             (&coarse.output_error, &fine.output_error),
             (&coarse.logit_error, &fine.logit_error),
         ] {
-            for (coarse, fine) in coarse.iter().zip(fine) {
+            for (coarse, fine) in coarse.iter().flatten().zip(fine.iter().flatten()) {
                 assert!(
                     *fine > 0.0 && fine < coarse && *coarse < 1.0,
                     "{fine} {coarse}"

@@ -72,10 +72,10 @@ pub struct LayerError {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct LayerMethodError {
     pub name: String,
-    /// Relative error of the attention logits, one a head.
-    pub logit_error: Vec<f64>,
-    /// Relative error of attention's output, one a head.
-    pub output_error: Vec<f64>,
+    /// Relative error of the attention logits, one a query head; null where they do not vary.
+    pub logit_error: Vec<Option<f64>>,
+    /// Relative error of attention's output, one a query head; null where it is zero.
+    pub output_error: Vec<Option<f64>>,
 }
 
 impl Report {
@@ -84,10 +84,7 @@ impl Report {
         self.methods.iter().find(|m| m.name == name)
     }
 
-    /// One line of JSON keys an entry: the layout that `metrics.json` has.
-    ///
-    /// # Errors
-    /// Where a measured number is not finite, so that JSON cannot hold it.
+    /// The text of `metrics.json`. A number that is not finite becomes null.
     pub fn to_json(&self) -> Result<String> {
         serde_json::to_string_pretty(self)
             .map_err(|e| Error::numeric("report", format!("cannot be written as JSON: {e}")))

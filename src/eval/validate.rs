@@ -244,14 +244,15 @@ fn layer_error(layer: usize, observed: &Observed) -> Option<LayerError> {
         return None;
     }
     let prompts = observed.prompts as f64;
+    let root = |square: f64| Some(square.sqrt()).filter(|x| x.is_finite());
     let methods = observed
         .methods
         .iter()
         .zip(&observed.errors)
         .map(|(method, heads)| LayerMethodError {
             name: method.name.clone(),
-            logit_error: heads.iter().map(|(x, _)| (x / prompts).sqrt()).collect(),
-            output_error: heads.iter().map(|(_, x)| (x / prompts).sqrt()).collect(),
+            logit_error: heads.iter().map(|(x, _)| root(x / prompts)).collect(),
+            output_error: heads.iter().map(|(_, x)| root(x / prompts)).collect(),
         })
         .collect();
     Some(LayerError { layer, methods })
