@@ -12,7 +12,7 @@ use super::common::{Format, is_moments, print, print_json};
 use crate::calib::moments::{LayerMoments, Meta, Moments};
 use crate::rotation::eigen;
 use crate::rotation::spectrum::{condition, effective_rank, flatness};
-use crate::zoo::{Entry, Metadata, Side, SideName};
+use crate::zoo::{Calibration, Entry, Metadata, ModelInfo, Side, SideName};
 
 /// Show where an entry or a moments file comes from and what it holds.
 ///
@@ -160,6 +160,7 @@ fn side_view(metadata: &Metadata, layer: usize, name: SideName, side: &Side) -> 
 
 fn entry_text(view: &EntryView) -> String {
     let m = view.metadata;
+    let centered = |centered| if centered { ", centered" } else { "" };
     let mut rows = vec![
         ("method", format!("{}, scope {}", m.method, m.scope)),
         (
@@ -170,6 +171,20 @@ fn entry_text(view: &EntryView) -> String {
                 m.v_moment.map_or("none", |moment| moment.as_str())
             ),
         ),
+    ];
+    if let Some(fit) = &m.fit {
+        rows.push((
+            "fit",
+            format!(
+                "keys {} rounding{}, values {} rounding{}",
+                fit.k_rounding,
+                centered(fit.k_centered),
+                fit.v_rounding,
+                centered(fit.v_centered)
+            ),
+        ));
+    }
+    rows.extend([
         (
             "quantizer",
             format!(
@@ -184,33 +199,9 @@ fn entry_text(view: &EntryView) -> String {
                 m.windows.sink_tokens, m.windows.recent_tokens
             ),
         ),
-        ("model", named(&m.model.id, m.model.revision.as_deref())),
-        (
-            "geometry",
-            format!(
-                "{}, {} layers, {} heads, {} KV heads, head_dim {}",
-                m.model.architecture,
-                m.model.layers,
-                spread(&m.model.heads),
-                spread(&m.model.kv_heads),
-                spread(&m.model.head_dim)
-            ),
-        ),
-        ("weights", m.model.weights_fingerprint.clone()),
-        ("config", m.model.config_sha256.clone()),
-        (
-            "calibration",
-            format!(
-                "{} tokens of {} prompts, sequences of up to {}, seed {}, {} on {}",
-                m.calibration.tokens,
-                m.calibration.prompts,
-                m.calibration.seq_len,
-                m.calibration.seed,
-                m.calibration.dtype,
-                m.calibration.device
-            ),
-        ),
-        ("token ids", m.calibration.token_ids_sha256.clone()),
+    ]);
+    rows.extend(provenance(&m.model, &m.calibration));
+    rows.extend([
         (
             "tool",
             format!(
@@ -219,22 +210,7 @@ fn entry_text(view: &EntryView) -> String {
             ),
         ),
         ("content", m.content_sha256.clone()),
-    ];
-    if let Some(fit) = &m.fit {
-        rows.insert(
-            2,
-            (
-                "fit",
-                format!(
-                    "keys {} rounding{}, values {} rounding{}",
-                    fit.k_rounding,
-                    if fit.k_centered { ", centered" } else { "" },
-                    fit.v_rounding,
-                    if fit.v_centered { ", centered" } else { "" }
-                ),
-            ),
-        );
-    }
+    ]);
     let mut text = key_values(&rows);
     text.push('\n');
     let mut table = vec![
@@ -330,37 +306,9 @@ fn moment_view(moment: &DMatrix<f64>) -> Result<MomentView> {
 
 fn moments_text(view: &MomentsView) -> String {
     let m = view.meta;
-    let geometry = |list: &[usize]| spread(list);
-    let mut text = key_values(&[
-        ("model", named(&m.model.id, m.model.revision.as_deref())),
-        (
-            "geometry",
-            format!(
-                "{}, {} layers, {} heads, {} KV heads, head_dim {}",
-                m.model.architecture,
-                m.model.layers,
-                geometry(&m.model.heads),
-                geometry(&m.model.kv_heads),
-                geometry(&m.model.head_dim)
-            ),
-        ),
-        ("weights", m.model.weights_fingerprint.clone()),
-        ("config", m.model.config_sha256.clone()),
-        (
-            "calibration",
-            format!(
-                "{} tokens of {} prompts, sequences of up to {}, seed {}, {} on {}",
-                m.calibration.tokens,
-                m.calibration.prompts,
-                m.calibration.seq_len,
-                m.calibration.seed,
-                m.calibration.dtype,
-                m.calibration.device
-            ),
-        ),
-        ("token ids", m.calibration.token_ids_sha256.clone()),
-        ("content", m.content_sha256.clone()),
-    ]);
+    let mut rows = provenance(&m.model, &m.calibration);
+    rows.push(("content", m.content_sha256.clone()));
+    let mut text = key_values(&rows);
     text.push('\n');
     let mut table = vec![
         [
@@ -397,6 +345,39 @@ fn moments_text(view: &MomentsView) -> String {
 }
 
 // ---- text ----------------------------------------------------------------------------------------------------------
+
+/// Which model, run over what.
+fn provenance(model: &ModelInfo, calibration: &Calibration) -> Vec<(&'static str, String)> {
+    vec![
+        ("model", named(&model.id, model.revision.as_deref())),
+        (
+            "geometry",
+            format!(
+                "{}, {} layers, {} heads, {} KV heads, head_dim {}",
+                model.architecture,
+                model.layers,
+                spread(&model.heads),
+                spread(&model.kv_heads),
+                spread(&model.head_dim)
+            ),
+        ),
+        ("weights", model.weights_fingerprint.clone()),
+        ("config", model.config_sha256.clone()),
+        (
+            "calibration",
+            format!(
+                "{} tokens of {} prompts, sequences of up to {}, seed {}, {} on {}",
+                calibration.tokens,
+                calibration.prompts,
+                calibration.seq_len,
+                calibration.seed,
+                calibration.dtype,
+                calibration.device
+            ),
+        ),
+        ("token ids", calibration.token_ids_sha256.clone()),
+    ]
+}
 
 fn named(id: &str, revision: Option<&str>) -> String {
     match revision {
