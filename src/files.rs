@@ -1,11 +1,14 @@
 //! Files appear whole: written beside their place, synced, renamed.
 
 use std::collections::BTreeMap;
+use std::collections::HashSet;
+use std::fmt;
 use std::fs::{self, File};
-use std::io::{BufWriter, Read, Write};
+use std::io::{BufWriter, Write};
 use std::path::Path;
 
 use serde::Serialize;
+use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
@@ -48,29 +51,24 @@ pub fn write_atomic(
     write().map_err(Error::io("write", path))
 }
 
+/// Reads a whole file; devices and pipes, which may never end, are refused.
+pub fn read(path: &Path) -> Result<Vec<u8>> {
+    let kind = fs::metadata(path).map_err(Error::io("read", path))?;
+    if !kind.is_file() {
+        return Err(Error::invalid(path.display(), "not a regular file"));
+    }
+    fs::read(path).map_err(Error::io("read", path))
+}
+
 /// Reads a whole text file; says so where it is not UTF-8.
 pub fn read_text(path: &Path) -> Result<String> {
-    let bytes = fs::read(path).map_err(Error::io("read", path))?;
+    let bytes = read(path)?;
     String::from_utf8(bytes).map_err(|e| {
         Error::invalid(
             path.display(),
             format!("not UTF-8 text (byte {})", e.utf8_error().valid_up_to()),
         )
     })
-}
-
-/// SHA-256 of a file, lower-case hexadecimal.
-pub fn sha256_file(path: &Path) -> Result<String> {
-    let mut file = File::open(path).map_err(Error::io("open", path))?;
-    let mut hasher = Sha256::new();
-    let mut buffer = vec![0u8; 1 << 20];
-    loop {
-        let n = file.read(&mut buffer).map_err(Error::io("read", path))?;
-        if n == 0 {
-            return Ok(hex(&hasher.finalize()));
-        }
-        hasher.update(&buffer[..n]);
-    }
 }
 
 /// SHA-256 of bytes, lower-case hexadecimal.
@@ -104,4 +102,30 @@ fn sort_keys(value: Value) -> Value {
         Value::Array(list) => list.into_iter().map(sort_keys).collect(),
         other => other,
     }
+}
+
+/// A name that a safetensors header has twice; the safetensors crate lets the last one win.
+pub fn duplicate_key(json: &str) -> Option<String> {
+    struct Keys(Option<String>);
+    impl<'de> Visitor<'de> for &mut Keys {
+        type Value = ();
+
+        fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+            f.write_str("a map")
+        }
+
+        fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
+            let mut seen = HashSet::new();
+            while let Some((key, IgnoredAny)) = map.next_entry::<String, _>()? {
+                if !seen.insert(key.clone()) {
+                    self.0 = Some(key);
+                }
+            }
+            Ok(())
+        }
+    }
+    let mut keys = Keys(None);
+    // Malformed JSON is reported by the safetensors crate.
+    let _ = serde_json::Deserializer::from_str(json).deserialize_map(&mut keys);
+    keys.0
 }

@@ -10,7 +10,7 @@ fn main() -> ExitCode {
         Ok(outcome) => outcome.into(),
         Err(error) if cli::is_closed_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error:#}");
+            eprintln!("error: {}", cli::message(&error));
             ExitCode::from(2)
         }
     }

@@ -350,6 +350,111 @@ fn bad_usage_names_the_flag() {
 }
 
 #[test]
+fn odd_numbers_are_refused_by_flag() {
+    let toy = Toy::new();
+    let moments = toy.at("moments.safetensors");
+    fine(&toy.collect(&moments));
+    let entry = toy.at("entry");
+    let window = refused(&[
+        "fit",
+        str(&moments),
+        "--sink",
+        "18446744073709551615",
+        "--out",
+        str(&entry),
+    ]);
+    assert!(window.contains("sink"), "{window}");
+    fine(&["fit", str(&moments), "--out", str(&entry)]);
+    for (flag, value) in [
+        ("--max-kl", "nan"),
+        ("--max-kl=-1", ""),
+        ("--min-top1", "99"),
+        ("--recent", "18446744073709551615"),
+    ] {
+        let mut arguments = vec![
+            "validate",
+            str(&entry),
+            "--model",
+            str(&toy.model),
+            "--data",
+            str(&toy.prompts),
+            flag,
+        ];
+        arguments.extend((!value.is_empty()).then_some(value));
+        let message = refused(&arguments);
+        let name = flag.trim_start_matches("--").split('=').next().unwrap();
+        assert!(message.contains(name), "{flag} {value}: {message}");
+    }
+    for id in ["..", "", "a/b/c", "a\nb", "/etc"] {
+        let message = refused(&[
+            "calibrate",
+            "--model",
+            str(&toy.model),
+            "--data",
+            str(&toy.prompts),
+            "--model-id",
+            id,
+            "--zoo",
+            str(&toy.at("zoo")),
+        ]);
+        assert!(message.contains("--model-id"), "{message}");
+    }
+    assert!(!toy.at("zoo").exists());
+}
+
+#[test]
+fn calibrate_refuses_a_place_before_it_works() {
+    let toy = Toy::new();
+    let entry = toy.at("entry");
+    let mut arguments = toy.collect(&entry);
+    arguments[0] = "calibrate";
+    let inside = entry.join("moments.safetensors");
+    let message = refused(&[&arguments[..], &["--moments", str(&inside)]].concat());
+    assert!(message.contains("--moments"), "{message}");
+    fine(&arguments);
+    let moments = toy.at("m");
+    let other = [
+        &arguments[..],
+        &["--model-id", "another/model", "--moments", str(&moments)],
+    ]
+    .concat();
+    let message = refused(&other);
+    assert!(
+        message.contains("another/model") && message.contains("--force"),
+        "{message}"
+    );
+    assert!(!moments.exists() && !toy.at("m.partial").exists());
+}
+
+#[test]
+fn a_missing_file_is_named_once() {
+    let message = refused(&["inspect", "no/such/entry"]);
+    assert_eq!(message.matches("No such file").count(), 1, "{message}");
+}
+
+/// A tokenizer that drops merges at random would give other tokens, and other moments, on every run.
+#[test]
+fn random_tokenizers_are_made_sure() {
+    let toy = Toy::new();
+    let path = toy.model.join("tokenizer.json");
+    let mut tokenizer: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    tokenizer["model"]["dropout"] = json!(0.5);
+    tokenizer["model"]["vocab"]["AA"] = json!(3);
+    tokenizer["model"]["merges"] = json!([["A", "A"]]);
+    fs::write(&path, tokenizer.to_string()).unwrap();
+    let (first, second) = (toy.at("first.safetensors"), toy.at("second.safetensors"));
+    fine(&toy.collect(&first));
+    fine(&toy.collect(&second));
+    assert_eq!(fs::read(&first).unwrap(), fs::read(&second).unwrap());
+
+    // What the tokenizers crate asserts is an error here.
+    tokenizer["model"]["merges"] = json!([["A", "B"]]);
+    fs::write(&path, tokenizer.to_string()).unwrap();
+    let message = refused(&toy.collect(&toy.at("third.safetensors")));
+    assert!(message.contains("tokenizer.json"), "{message}");
+}
+
+#[test]
 fn read_only_output_is_refused_before_work() {
     let toy = Toy::new();
     // A file where a folder should be: refused for root too, whom permissions do not stop.

@@ -152,6 +152,15 @@ impl FitOptions {
             let problem = format!("method `{}` uses no moment", self.method);
             return Err(Error::invalid("--v-moment", problem));
         }
+        self.windows.check()?;
+        if let Some(head_dim) = head_dims.iter().find(|d| !d.is_multiple_of(4)) {
+            return Err(Error::invalid(
+                "model",
+                format!(
+                    "head_dim {head_dim} is not divisible by 4: 2-bit codes are packed four to a byte"
+                ),
+            ));
+        }
         let common = head_dims.iter().copied().fold(0, greatest_common_divisor);
         match self.group {
             None => Ok(common),

@@ -441,10 +441,10 @@ impl Moments {
         let place = || format!("{}: metadata `{KEY}`", path.display());
         let Version { schema } =
             serde_json::from_str(file.json()).map_err(|e| Error::invalid(place(), e))?;
-        if schema > SCHEMA {
+        if schema == 0 || schema > SCHEMA {
             return Err(Error::invalid(
                 place(),
-                format!("`schema` is {schema}, newer than the {SCHEMA} known here"),
+                format!("`schema` is {schema}, not one of the {SCHEMA} known here"),
             )
             .hint("use a newer `oscar`"));
         }

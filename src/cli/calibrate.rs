@@ -7,7 +7,9 @@ use anyhow::Result;
 use super::Outcome;
 use super::common::{CalibrationDataArgs, Format, ModelArgs, moments_beside};
 use super::{collect, fit};
+use crate::Error;
 use crate::calib::Moments;
+use crate::zoo::Entry;
 
 /// Calibrate a model: run it over prompts and fit a zoo entry, in one go (collect, then fit).
 ///
@@ -51,6 +53,17 @@ pub fn run(args: &Args) -> Result<Outcome> {
     }
     // Bad options should not wait for the end of a long collection.
     args.fit.options().check(&[model.config().head_dim])?;
+    if moments.parent() == Some(&folder) {
+        return Err(Error::invalid(
+            "--moments",
+            format!("`{}` lies inside the entry's folder", moments.display()),
+        )
+        .hint("an entry is published as it is; keep its moments elsewhere")
+        .into());
+    }
+    if !args.place.force {
+        Entry::check_place(&folder, model.id(), &model.weights_fingerprint()?)?;
+    }
     let moments = collect::moments(&model, &args.data, &args.run, &moments)?;
     fit::write(
         &Moments::open(&moments)?,

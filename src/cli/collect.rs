@@ -61,7 +61,7 @@ pub fn run(args: &Args) -> Result<Outcome> {
     let path = moments(&model, &args.data, &args.run, &args.out)?;
     match args.format {
         Format::Text => print(&format!("moments in {}", path.display()))?,
-        Format::Json => print_json(&serde_json::json!({ "moments": path }))?,
+        Format::Json => print_json(&serde_json::json!({ "moments": path.display().to_string() }))?,
     }
     Ok(Outcome::Fine)
 }

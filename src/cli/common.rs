@@ -49,6 +49,9 @@ pub struct ModelArgs {
 
 impl ModelArgs {
     pub fn open(&self) -> Result<Model> {
+        if let Some(id) = &self.model_id {
+            check_id(id)?;
+        }
         let model = Model::open(
             &self.model,
             &OpenOptions {
@@ -66,6 +69,26 @@ impl ModelArgs {
             None => model,
         })
     }
+}
+
+/// An id becomes the name of a folder in the zoo.
+fn check_id(id: &str) -> Result<()> {
+    let sound = |part: &str| {
+        !part.is_empty()
+            && !part.starts_with('.')
+            && part
+                .chars()
+                .all(|c| c.is_alphanumeric() || "-_.".contains(c))
+    };
+    if id.split('/').count() > 2 || !id.split('/').all(sound) {
+        return Err(Error::invalid(
+            "--model-id",
+            format!("`{}` is no model's name", id.escape_debug()),
+        )
+        .hint("give `name` or `owner/name`, of letters, digits, `-`, `_` and `.`")
+        .into());
+    }
+    Ok(())
 }
 
 #[derive(clap::Args, Debug)]
@@ -110,6 +133,9 @@ enum OverlongArg {
     Error,
 }
 
+/// Beyond what any corpus holds.
+const MAX_TOKENS: usize = 1 << 40;
+
 /// Longest sequence where `--seq-len` is not given.
 const DEFAULT_SEQ_LEN: usize = 4096;
 
@@ -125,6 +151,11 @@ fn seq_len(asked: Option<usize>, model: &Model) -> Result<usize> {
             ),
         )
         .hint(format!("give at most --seq-len {context}"))
+        .into()),
+        Some(asked) if asked < 2 => Err(Error::invalid(
+            "--seq-len",
+            format!("{asked} tokens leave nothing to attend to"),
+        )
         .into()),
         Some(asked) => Ok(asked),
         None => Ok(DEFAULT_SEQ_LEN.min(context)),
@@ -160,7 +191,7 @@ impl CalibrationDataArgs {
             tokenizer,
             model,
         )?;
-        Ok(data::pack(
+        let corpus = data::pack(
             &prompts,
             &data::PackOptions {
                 seq_len: seq_len(self.seq_len, model)?,
@@ -175,13 +206,36 @@ impl CalibrationDataArgs {
                 min_tokens: data::min_calibration_tokens(model.config().head_dim),
                 ..data::PackOptions::default()
             },
-        )?)
+        )?;
+        if corpus.holdout_tokens < self.holdout / 2 {
+            eprintln!(
+                "note: {} tokens are held out where --holdout asks for {}: the prompts hold no more",
+                corpus.holdout_tokens, self.holdout
+            );
+        }
+        Ok(corpus)
     }
 }
 
 impl CalibrationDataArgs {
     /// The size of the calibration, from the arguments alone.
     pub fn shape(&self, model: &Model) -> Result<CorpusShape> {
+        for (flag, tokens) in [("--tokens", self.tokens), ("--holdout", self.holdout)] {
+            if tokens > MAX_TOKENS {
+                return Err(
+                    Error::invalid(flag, format!("{tokens} are more than {MAX_TOKENS}")).into(),
+                );
+            }
+        }
+        let least = data::min_calibration_tokens(model.config().head_dim);
+        if self.tokens < least {
+            return Err(Error::invalid(
+                "--tokens",
+                format!("{} are too few to calibrate with", self.tokens),
+            )
+            .hint(format!("give at least {least}"))
+            .into());
+        }
         Ok(CorpusShape {
             tokens: self.tokens,
             holdout_tokens: self.holdout,
@@ -258,6 +312,8 @@ pub fn is_moments(path: &Path) -> Result<bool> {
 
 /// Where the moments of an entry are kept: beside it, not in it, since an entry is published as it is.
 pub fn moments_beside(entry: &Path) -> PathBuf {
+    // `.` and `..` have no name of their own.
+    let entry = &entry.canonicalize().unwrap_or_else(|_| entry.to_owned());
     let name = entry.file_name().unwrap_or_default().to_string_lossy();
     entry.with_file_name(format!("{name}.moments.safetensors"))
 }

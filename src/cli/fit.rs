@@ -169,7 +169,7 @@ pub struct PlaceArgs {
 
     /// Replace an entry of another model
     #[arg(long)]
-    force: bool,
+    pub force: bool,
 }
 
 impl PlaceArgs {
@@ -208,8 +208,8 @@ pub fn write(
             moments.path().display()
         ))?,
         Format::Json => print_json(&serde_json::json!({
-            "entry": folder,
-            "moments": moments.path(),
+            "entry": folder.display().to_string(),
+            "moments": moments.path().display().to_string(),
             "warnings": fitted.warnings,
         }))?,
     }

@@ -87,6 +87,30 @@ pub fn run(cli: &Cli) -> Result<Outcome> {
     }
 }
 
+/// What went wrong, and its causes where they say more. Names come from files: their control characters are escaped.
+pub fn message(error: &anyhow::Error) -> String {
+    let mut message = String::new();
+    for cause in error.chain().map(ToString::to_string) {
+        if message.is_empty() {
+            message = cause;
+        } else if !message.contains(&cause) {
+            message = format!("{message}: {cause}");
+        }
+    }
+    message
+        .chars()
+        .flat_map(|c| {
+            let escaped = c.is_control() && c != '\n';
+            let shown = if escaped {
+                c.escape_debug().to_string()
+            } else {
+                c.to_string()
+            };
+            shown.chars().collect::<Vec<_>>()
+        })
+        .collect()
+}
+
 /// Whether the reader of standard output went away (`oscar inspect … | head`), which is no failure.
 pub fn is_closed_pipe(error: &anyhow::Error) -> bool {
     error

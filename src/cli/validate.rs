@@ -81,6 +81,7 @@ pub fn run(args: &Args) -> Result<Outcome> {
         max_ppl_increase: args.max_ppl_increase,
         min_top1: args.min_top1,
     };
+    thresholds.check()?;
     let entry = Entry::open(&args.entry)?;
     let model = args.model.open()?;
     for warning in check_entry(&entry, &model)? {

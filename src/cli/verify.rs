@@ -27,7 +27,7 @@ pub struct Args {
 
 #[derive(serde::Serialize)]
 struct Verdict {
-    path: PathBuf,
+    path: String,
     sound: bool,
     checks: Vec<Line>,
 }
@@ -61,7 +61,7 @@ pub fn run(args: &Args) -> Result<Outcome> {
                     .collect()
             };
             Ok(Verdict {
-                path: path.clone(),
+                path: path.display().to_string(),
                 sound: checks.iter().all(|check| check.problems.is_empty()),
                 checks,
             })
@@ -74,7 +74,7 @@ pub fn run(args: &Args) -> Result<Outcome> {
             let mut text = String::new();
             for verdict in &verdicts {
                 let word = if verdict.sound { "sound" } else { "DAMAGED" };
-                writeln!(text, "{}: {word}", verdict.path.display())?;
+                writeln!(text, "{}: {word}", verdict.path)?;
                 for check in &verdict.checks {
                     let mark = if check.problems.is_empty() {
                         "ok"

@@ -9,6 +9,7 @@
 pub mod bundled;
 pub mod chat_template;
 mod gguf_tokenizer;
+mod guard;
 pub mod pack;
 mod parquet_rows;
 pub mod prompts;

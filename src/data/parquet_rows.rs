@@ -1,11 +1,8 @@
 //! Records of a Parquet file.
 
-use std::cell::Cell;
 use std::fmt::Display;
 use std::fs::File;
-use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
 use std::path::Path;
-use std::sync::Once;
 
 use minijinja::Value;
 use parquet::errors::ParquetError;
@@ -14,6 +11,7 @@ use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::Field;
 use parquet::schema::types::{Type, TypePtr};
 
+use super::guard::quietly;
 use super::prompts::FIELDS;
 use crate::{Error, Result};
 
@@ -81,24 +79,11 @@ pub(super) fn read(path: &Path, mut take: impl FnMut(usize, &Value) -> Result<()
     Ok(())
 }
 
-/// The reader asserts some things that a corrupt file breaks; those are errors here, and said once.
+/// The reader asserts some things that a corrupt file breaks.
 fn guarded<T>(
     read: impl FnOnce() -> std::result::Result<T, ParquetError>,
 ) -> std::result::Result<T, ParquetError> {
-    thread_local!(static QUIET: Cell<bool> = const { Cell::new(false) });
-    static HOOK: Once = Once::new();
-    HOOK.call_once(|| {
-        let usual = take_hook();
-        set_hook(Box::new(move |info| {
-            if !QUIET.get() {
-                usual(info);
-            }
-        }));
-    });
-    QUIET.set(true);
-    let result = catch_unwind(AssertUnwindSafe(read));
-    QUIET.set(false);
-    result.unwrap_or_else(|_| Err(ParquetError::General("corrupt data".to_owned())))
+    quietly(read).unwrap_or_else(|| Err(ParquetError::General("corrupt data".to_owned())))
 }
 
 fn value(field: &Field) -> Option<Value> {

@@ -17,14 +17,39 @@ pub(super) struct Style {
     pub separators: Option<(String, String)>,
 }
 
+/// A template can build values that nest without end.
+const DEPTH: usize = 64;
+
+/// Columns a level.
+const INDENT: usize = 64;
+
+fn deeper_than(depth: usize, value: &Value) -> bool {
+    let children = || value.try_iter().into_iter().flatten();
+    match value.kind() {
+        ValueKind::Map => children().any(|key| {
+            let item = value.get_item(&key).unwrap_or_default();
+            depth == 0 || deeper_than(depth - 1, &item)
+        }),
+        ValueKind::Seq | ValueKind::Iterable => {
+            children().any(|item| depth == 0 || deeper_than(depth - 1, &item))
+        }
+        _ => false,
+    }
+}
+
 pub(super) fn dumps(value: &Value, style: &Style) -> Result<String, serde_json::Error> {
+    if deeper_than(DEPTH, value) {
+        return Err(serde::ser::Error::custom(format!(
+            "values nest more than {DEPTH} deep"
+        )));
+    }
     let (item, key) = match &style.separators {
         Some((item, key)) => (item.as_str(), key.as_str()),
         None if style.indent.is_some() => (",", ": "),
         None => (", ", ": "),
     };
     let formatter = Python {
-        indent: style.indent,
+        indent: style.indent.map(|indent| indent.min(INDENT)),
         item,
         key,
         ensure_ascii: style.ensure_ascii,

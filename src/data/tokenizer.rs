@@ -7,6 +7,7 @@ use candle_core::quantized::gguf_file::Value;
 use rayon::prelude::*;
 
 use super::gguf_tokenizer;
+use super::guard::quietly;
 use super::pack::TokenizedPrompt;
 use super::prompts::Prompt;
 use crate::files::{read_text, sha256_bytes};
@@ -126,8 +127,17 @@ impl Tokenizer {
         specials: SpecialTokens,
         chat_template: Option<(String, String)>,
     ) -> Result<Self> {
-        let wrong = |e| Error::invalid(&origin, format!("not a usable tokenizer: {e}"));
-        let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(wrong)?;
+        let wrong =
+            |e: tokenizers::Error| Error::invalid(&origin, format!("not a usable tokenizer: {e}"));
+        let mut parsed: serde_json::Value =
+            serde_json::from_str(json).map_err(|e| wrong(e.into()))?;
+        // Random merges are for training: here the same text is the same tokens.
+        if let Some(dropout) = parsed.pointer_mut("/model/dropout") {
+            *dropout = serde_json::Value::Null;
+        }
+        let mut inner = quietly(|| tokenizers::Tokenizer::from_bytes(parsed.to_string()))
+            .unwrap_or_else(|| Err("its parts do not fit each other".into()))
+            .map_err(wrong)?;
         // Some models ship with the lengths of their last training batch.
         inner.with_truncation(None).map_err(wrong)?;
         inner.with_padding(None);
@@ -143,11 +153,14 @@ impl Tokenizer {
     /// Token ids of `text`; `add_special` adds what the tokenizer puts around a text, such as BOS. Special tokens in
     /// `text` are recognised.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
-        let encoding = self
-            .inner
-            .encode_fast(text, add_special)
-            .map_err(|e| Error::invalid(&self.origin, format!("cannot tokenize: {e}")))?;
-        Ok(encoding.get_ids().to_vec())
+        let mut token_ids = Vec::new();
+        for (i, piece) in pieces(text).enumerate() {
+            let encoding = quietly(|| self.inner.encode_fast(piece, add_special && i == 0))
+                .unwrap_or_else(|| Err("its parts do not fit each other".into()))
+                .map_err(|e| Error::invalid(&self.origin, format!("cannot tokenize: {e}")))?;
+            token_ids.extend_from_slice(encoding.get_ids());
+        }
+        Ok(token_ids)
     }
 
     /// All prompts, in parallel and in order.
@@ -223,5 +236,27 @@ fn default_template(value: &serde_json::Value) -> Option<&str> {
             .iter()
             .find(|entry| entry["name"] == "default")?["template"]
             .as_str()
+    })
+}
+/// Longest text that is tokenized at once: its tokens with their texts and places take some hundred times as much.
+const PIECE_BYTES: usize = 1 << 20;
+
+/// `text` in pieces of at most [`PIECE_BYTES`], cut before white space where there is any.
+fn pieces(text: &str) -> impl Iterator<Item = &str> {
+    let mut rest = Some(text);
+    std::iter::from_fn(move || {
+        let text = rest?;
+        if text.len() <= PIECE_BYTES {
+            rest = None;
+            return Some(text);
+        }
+        let most = text.floor_char_boundary(PIECE_BYTES);
+        let cut = text[..most]
+            .rfind(char::is_whitespace)
+            .filter(|cut| *cut > 0)
+            .unwrap_or(most);
+        let (piece, left) = text.split_at(cut);
+        rest = Some(left);
+        Some(piece)
     })
 }

@@ -94,6 +94,33 @@ impl Thresholds {
         Ok(failures)
     }
 
+    /// Refuses limits that nothing could pass, or nothing could fail.
+    ///
+    /// # Errors
+    /// A limit that is no number or below 0, or an agreement above 1, by flag.
+    pub fn check(&self) -> Result<()> {
+        for (flag, limit, most) in [
+            ("--max-kl", self.max_kl, f64::INFINITY),
+            ("--max-ppl-increase", self.max_ppl_increase, f64::INFINITY),
+            ("--min-top1", self.min_top1, 1.0),
+        ] {
+            if let Some(limit) = limit
+                && !(0.0..=most).contains(&limit)
+            {
+                return Err(
+                    Error::invalid(flag, format!("{limit} is no limit to hold")).hint(
+                        if most.is_finite() {
+                            "give a share from 0 to 1"
+                        } else {
+                            "give a number, 0 or more"
+                        },
+                    ),
+                );
+            }
+        }
+        Ok(())
+    }
+
     /// Refuses ratios that name none of `methods`, before time is spent on measuring.
     pub fn check_names(&self, methods: &[&str]) -> Result<()> {
         let known = |ratio: &&KlRatio| methods.contains(&ratio.method.as_str());

@@ -192,6 +192,7 @@ fn check(corpus: &Corpus, methods: &[EvalMethod], windows: Windows) -> Result<us
             ));
         }
     }
+    windows.check()?;
     let lens = corpus.sequences.iter().flat_map(|s| &s.prompt_lens);
     let context = lens.copied().max().unwrap_or(0);
     let exact = windows.sink_tokens + windows.recent_tokens;

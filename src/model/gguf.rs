@@ -393,7 +393,7 @@ impl Gguf {
                 .ok_or_else(|| keys.missing("attention.layer_norm_rms_epsilon"))?,
             rope: Rope {
                 theta: keys.number("rope.freq_base")?.unwrap_or(10_000.0),
-                scaling: self.rope_scaling(&keys)?,
+                scaling: self.rope_scaling(&keys, head_dim)?,
             },
             max_position_embeddings: keys
                 .optional_size("attention.sliding_window")?
@@ -411,7 +411,7 @@ impl Gguf {
     }
 
     /// Llama 3's scaling comes as a tensor of factors.
-    fn rope_scaling(&self, keys: &Keys) -> Result<RopeScaling> {
+    fn rope_scaling(&self, keys: &Keys, head_dim: usize) -> Result<RopeScaling> {
         let kind = match self.metadata.get(&keys.full("rope.scaling.type")) {
             None => "none",
             Some(Value::String(kind)) => kind.as_str(),
@@ -420,8 +420,8 @@ impl Gguf {
         let name = "rope_freqs.weight";
         match (kind, self.weights.get(name)) {
             ("none", None) => Ok(RopeScaling::None),
-            ("none", Some(stored)) => {
-                self.weights.expect(name, &stored.shape)?;
+            ("none", Some(_)) => {
+                self.weights.expect(name, &[head_dim / 2])?;
                 Ok(RopeScaling::Factors(self.weights.gather(name, &[0])?))
             }
             ("linear", None) => Ok(RopeScaling::Linear {

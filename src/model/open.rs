@@ -510,6 +510,9 @@ fn safetensors(folder: &Path) -> Result<Weights> {
     let index: Index = serde_json::from_str(&files::read_text(&index_path)?)
         .map_err(|e| wrong(format!("not an index of shards: {e}")))?;
     let shards: BTreeSet<&String> = index.weight_map.values().collect();
+    if shards.is_empty() {
+        return Err(wrong("names no tensor".to_owned()).hint("fetch the model again"));
+    }
     let mut paths = Vec::new();
     for shard in shards {
         if Path::new(shard).file_name() != Some(OsStr::new(shard)) {

@@ -94,6 +94,13 @@ impl Weights {
                 Error::invalid(path.display(), format!("not a whole safetensors file: {e}"))
                     .hint("fetch the file again")
             })?;
+            let header = std::str::from_utf8(&map[8..8 + header_bytes]).unwrap_or_default();
+            if let Some(name) = files::duplicate_key(header) {
+                return Err(
+                    Error::invalid(path.display(), format!("names tensor `{name}` twice"))
+                        .hint("fetch the file again"),
+                );
+            }
             for (name, info) in metadata.tensors() {
                 let encoding = match info.dtype {
                     Dtype::F32 => Encoding::F32,

@@ -1,13 +1,12 @@
 //! An entry in memory, and `rotations.safetensors` on disk.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
-use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use sha2::{Digest, Sha256};
 
 use super::schema::{Metadata, SCHEMA, Scope};
@@ -154,7 +153,7 @@ impl Entry {
     /// [`super::verify()`] does; the error is the first problem it finds.
     pub fn open(path: &Path) -> Result<Self> {
         let file = file_of(path);
-        let bytes = fs::read(&file).map_err(Error::io("read", &file))?;
+        let bytes = files::read(&file)?;
         let (entry, checks) = verify::read(&bytes);
         let problem = checks.iter().flat_map(|check| &check.problems).next();
         match (entry, problem) {
@@ -178,12 +177,12 @@ impl Entry {
         if let Some(problem) = checks.iter().flat_map(|check| &check.problems).next() {
             return Err(Error::invalid(file.display(), problem));
         }
-        match fs::read(&file) {
-            Ok(old) if old == bytes => return Ok(file),
-            Ok(old) if !force => self.refuse_another(&file, &old)?,
-            Ok(_) => {}
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
-            Err(e) => return Err(Error::io("read", &file)(e)),
+        if file.exists() && files::read(&file)? == bytes {
+            return Ok(file);
+        }
+        if !force {
+            let model = &self.metadata.model;
+            Self::check_place(folder, &model.id, &model.weights_fingerprint)?;
         }
         // Removed first: after a crash in between, an entry may lack metrics, but never have another's.
         for name in DERIVED {
@@ -199,23 +198,31 @@ impl Entry {
         Ok(file)
     }
 
-    fn refuse_another(&self, file: &Path, old: &[u8]) -> Result<()> {
+    /// Refuses a folder that holds what [`Self::write`] would not replace with an entry of this model.
+    ///
+    /// # Errors
+    /// The entry of another model or of other weights, or a file that is no readable entry.
+    pub fn check_place(folder: &Path, id: &str, weights_fingerprint: &str) -> Result<()> {
+        let file = folder.join(FILE);
+        if !file.exists() {
+            return Ok(());
+        }
         let hint = "choose another folder, or pass `--force` to replace it";
-        let old = metadata(old).map_err(|problem| {
+        let old = metadata(&files::read(&file)?).map_err(|problem| {
             Error::invalid(
                 file.display(),
                 format!("holds a file that is no readable entry ({problem})"),
             )
             .hint(hint)
         })?;
-        let (old, new) = (&old.model, &self.metadata.model);
-        if old.id == new.id && old.weights_fingerprint == new.weights_fingerprint {
+        let old = &old.model;
+        if old.id == id && old.weights_fingerprint == weights_fingerprint {
             return Ok(());
         }
-        let what = if old.id == new.id {
-            format!("other weights of `{}`", old.id)
+        let what = if old.id == id {
+            format!("other weights of `{id}`")
         } else {
-            format!("another model, `{}`, not `{}`", old.id, new.id)
+            format!("another model, `{}`, not `{id}`", old.id)
         };
         Err(Error::invalid(file.display(), format!("holds the entry of {what}")).hint(hint))
     }
@@ -329,7 +336,7 @@ struct Schema {
 /// The header's `oscar` value, and the schema checked before the rest is read.
 pub(super) fn metadata(bytes: &[u8]) -> Result<Metadata, String> {
     let header = header(bytes)?;
-    if let Some(name) = duplicate_key(header) {
+    if let Some(name) = files::duplicate_key(header) {
         return Err(format!("the header names `{name}` twice"));
     }
     let (_, parsed) = SafeTensors::read_metadata(bytes).map_err(|e| e.to_string())?;
@@ -345,7 +352,10 @@ pub(super) fn metadata(bytes: &[u8]) -> Result<Metadata, String> {
             "schema {schema} is newer than this tool's {SCHEMA}: update the tool"
         ));
     }
-    serde_json::from_str(json).map_err(|e| format!("metadata key `oscar`: {e}"))
+    let metadata: Metadata =
+        serde_json::from_str(json).map_err(|e| format!("metadata key `oscar`: {e}"))?;
+    metadata.windows.check().map_err(|e| e.to_string())?;
+    Ok(metadata)
 }
 
 /// The JSON part, its length checked against the file's.
@@ -360,30 +370,4 @@ fn header(bytes: &[u8]) -> Result<&str, String> {
         .and_then(|length| bytes.get(8..)?.get(..length))
         .ok_or_else(|| format!("{}: its header claims {length} bytes", cut()))?;
     std::str::from_utf8(header).map_err(|_| "the header is not UTF-8".to_owned())
-}
-
-/// The safetensors crate lets the last of equal names win.
-fn duplicate_key(json: &str) -> Option<String> {
-    struct Keys(Option<String>);
-    impl<'de> Visitor<'de> for &mut Keys {
-        type Value = ();
-
-        fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
-            f.write_str("a map")
-        }
-
-        fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
-            let mut seen = HashSet::new();
-            while let Some((key, IgnoredAny)) = map.next_entry::<String, _>()? {
-                if !seen.insert(key.clone()) {
-                    self.0 = Some(key);
-                }
-            }
-            Ok(())
-        }
-    }
-    let mut keys = Keys(None);
-    // Malformed JSON is reported by the safetensors crate.
-    let _ = serde_json::Deserializer::from_str(json).deserialize_map(&mut keys);
-    keys.0
 }

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 /// Version of the entry format that this code writes; a reader refuses a newer one.
@@ -139,6 +140,28 @@ pub struct Windows {
     /// The last tokens of a sequence.
     #[serde(rename = "recent")]
     pub recent_tokens: usize,
+}
+
+impl Windows {
+    /// More than any context; sums of windows stay far from overflow.
+    pub const MAX_TOKENS: usize = 1 << 30;
+
+    /// # Errors
+    /// A window of more than [`Self::MAX_TOKENS`].
+    pub fn check(&self) -> Result<()> {
+        for (name, tokens) in [("sink", self.sink_tokens), ("recent", self.recent_tokens)] {
+            if tokens > Self::MAX_TOKENS {
+                return Err(Error::invalid(
+                    format!("window `{name}`"),
+                    format!(
+                        "{tokens} tokens are more than the most, {}",
+                        Self::MAX_TOKENS
+                    ),
+                ));
+            }
+        }
+        Ok(())
+    }
 }
 
 /// The model an entry belongs to. Lists have one item a layer of the model.

@@ -1,7 +1,6 @@
 //! Everything an entry promises, checked from its bytes.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
 use std::path::Path;
 
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
@@ -9,7 +8,7 @@ use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use super::entry::{self, Entry, Layer, Side, SideName};
 use super::schema::{Metadata, Scope};
 use crate::linalg::{Op, View, matmul};
-use crate::{Error, Result, linalg};
+use crate::{Result, files, linalg};
 
 /// Largest entry of |encode·queryᵀ − I| that storage in f32 explains.
 const INVERSE_TOLERANCE: f64 = 1e-3;
@@ -40,7 +39,7 @@ impl Check {
 /// Only where the file cannot be read.
 pub fn verify(path: &Path) -> Result<Vec<Check>> {
     let file = entry::file_of(path);
-    let bytes = fs::read(&file).map_err(Error::io("read", &file))?;
+    let bytes = files::read(&file)?;
     Ok(read(&bytes).1)
 }
 

@@ -4,6 +4,9 @@ use super::exp;
 use crate::linalg::{Op, View, matmul};
 use crate::{Error, Result};
 
+/// A share of attention below this is none: its reciprocal must not overflow.
+const NO_MASS: f32 = 1e-30;
+
 /// Rows of scores that stand in cache while they are weighed.
 const BLOCK_ROWS: usize = 64;
 
@@ -252,9 +255,17 @@ impl<'a> Probe<'a> {
                     w.copy_from_slice(scores);
                 }
                 let log_sum = self.log_sum[row];
-                let (max, sum) = exp::weigh(w, log_sum);
-                let window = (log_sum - max).exp2();
-                *scale = (window, 1.0 / (window * self.window_mass[row] + sum));
+                // Scaled by the largest term that is left: quantized tokens may lose all of their weight, and the
+                // windows may never have had any.
+                let mass = self.window_mass[row];
+                let (start, seen) = if mass > NO_MASS {
+                    (log_sum + mass.log2(), true)
+                } else {
+                    (f32::NEG_INFINITY, false)
+                };
+                let (max, sum) = exp::weigh(w, start);
+                let window = if seen { (log_sum - max).exp2() } else { 0.0 };
+                *scale = (window, 1.0 / (window * mass + sum));
             }
             let o = &mut o[block.start * d..block.end * d];
             for (o, (window, _)) in o.chunks_exact_mut(d).zip(scales) {
@@ -492,6 +503,23 @@ mod tests {
         let error = probe.error(Some(&k), Some(&v)).unwrap();
         assert_eq!(error.logits, 0.0);
         assert!(error.output < 1e-10, "{}", error.output);
+    }
+
+    /// Keys so large that one token in the history takes all attention, and quantization takes all of that away.
+    #[test]
+    fn weight_that_is_lost_leaves_numbers() {
+        let Case { q, k, v, .. } = case();
+        let positions = [80, 120];
+        let chosen = pick(&q, &positions);
+        let large: Vec<f32> = k.iter().map(|x| x * 3000.0).collect();
+        let turned: Vec<f32> = large.iter().map(|x| -x).collect();
+        let probe = Probe::new(&chosen, &large, &v, D, &positions, 2, 8).unwrap();
+        for k_hat in [&turned, &k, &large] {
+            let output = probe.output(Some(k_hat), None).unwrap();
+            assert!(output.iter().all(|x| x.is_finite()));
+            let error = probe.error(Some(k_hat), None).unwrap();
+            assert!(error.output.is_finite(), "{error:?}");
+        }
     }
 
     #[test]
