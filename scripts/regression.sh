@@ -16,4 +16,4 @@ cargo build --release --locked --quiet
 "$oscar" verify "$work/fresh" zoo/HuggingFaceTB__SmolLM2-135M-Instruct/balanced
 "$oscar" validate "$work/fresh" --model "$model" --moments "$work/moments.safetensors" --tokens 8192 \
   --against oscar,zoo/HuggingFaceTB__SmolLM2-135M-Instruct/balanced \
-  --max-kl-ratio oscar=0.15 --max-kl-ratio balanced-2=1.25
+  --max-kl-ratio oscar=0.12 --max-kl-ratio balanced-2=1.25
