@@ -222,6 +222,11 @@ fn a_model_is_calibrated_checked_and_measured() {
     assert_eq!(output.status.code(), Some(1));
     assert!(text(&output.stderr).contains("KL of `balanced`"));
 
+    // A path that cannot be read does not hide the verdict on another.
+    let output = oscar(&["verify", "no/such/entry", str(&entry)]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(text(&output.stdout).contains("entry: sound"));
+
     // A damaged entry is a failed check, not an error.
     let file = entry.join("rotations.safetensors");
     let mut bytes = fs::read(&file).unwrap();

@@ -1,7 +1,7 @@
 //! `oscar verify`: does an entry or a moments file keep every promise of its format?
 
 use std::fmt::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 
@@ -39,36 +39,23 @@ struct Line {
 }
 
 pub fn run(args: &Args) -> Result<Outcome> {
-    let verdicts: Vec<Verdict> = args
-        .paths
-        .iter()
-        .map(|path| {
-            let checks: Vec<Line> = if is_moments(path)? {
-                let problem = Moments::open(path)
-                    .and_then(|moments| moments.verify())
-                    .err();
-                vec![Line {
-                    name: "moments".to_owned(),
-                    problems: problem.iter().map(ToString::to_string).collect(),
-                }]
-            } else {
-                zoo::verify(path)?
-                    .into_iter()
-                    .map(|check| Line {
-                        name: check.name.to_owned(),
-                        problems: check.problems,
-                    })
-                    .collect()
-            };
-            Ok(Verdict {
+    // A path that cannot be read should not hide what the others hold.
+    let (mut verdicts, mut unreadable) = (Vec::new(), None);
+    for path in &args.paths {
+        match checks(path) {
+            Ok(checks) => verdicts.push(Verdict {
                 path: path.display().to_string(),
                 sound: checks.iter().all(|check| check.problems.is_empty()),
                 checks,
-            })
-        })
-        .collect::<Result<_>>()?;
+            }),
+            Err(error) => {
+                unreadable.get_or_insert(error);
+            }
+        }
+    }
 
     match args.format {
+        _ if verdicts.is_empty() => {}
         Format::Json => print_json(&verdicts)?,
         Format::Text => {
             let mut text = String::new();
@@ -90,9 +77,31 @@ pub fn run(args: &Args) -> Result<Outcome> {
             print(&text)?;
         }
     }
+    if let Some(error) = unreadable {
+        return Err(error);
+    }
     Ok(if verdicts.iter().all(|verdict| verdict.sound) {
         Outcome::Fine
     } else {
         Outcome::CheckFailed
     })
+}
+
+fn checks(path: &Path) -> Result<Vec<Line>> {
+    if is_moments(path)? {
+        let problem = Moments::open(path)
+            .and_then(|moments| moments.verify())
+            .err();
+        return Ok(vec![Line {
+            name: "moments".to_owned(),
+            problems: problem.iter().map(ToString::to_string).collect(),
+        }]);
+    }
+    Ok(zoo::verify(path)?
+        .into_iter()
+        .map(|check| Line {
+            name: check.name.to_owned(),
+            problems: check.problems,
+        })
+        .collect())
 }
