@@ -513,7 +513,7 @@ fn factor(metric: &DMatrix<f64>) -> Result<Vec<f32>> {
     for (mut column, value) in l.column_iter_mut().zip(&basis.values) {
         column *= value.max(0.0).sqrt();
     }
-    Ok(row_major(&l))
+    Ok(quant::row_major(&l))
 }
 
 /// The held-out prompts of a KV head, longest first, with queries sampled evenly.
@@ -712,7 +712,7 @@ impl Unit<'_> {
             }
         };
         // What is stored is rounded to f32 first: the inverse is that of the rounded matrix.
-        let encode = row_major(&encode);
+        let encode = quant::row_major(&encode);
         let rounded = DMatrix::from_row_iterator(d, d, encode.iter().map(|&x| f64::from(x)));
         let back = if balances {
             rounded
@@ -730,13 +730,13 @@ impl Unit<'_> {
             }
         };
         let dual = balances.then(|| match self.side {
-            SideName::K => row_major(&back.transpose()),
-            SideName::V => row_major(&back),
+            SideName::K => quant::row_major(&back.transpose()),
+            SideName::V => quant::row_major(&back),
         });
         Ok(Basis {
             encode,
             dual,
-            back: row_major(&back),
+            back: quant::row_major(&back),
             feedback,
             spectrum: spectrum.map(|list| list.into_iter().map(|x| x as f32).collect()),
         })
@@ -764,10 +764,6 @@ impl Unit<'_> {
         }
         Ok(total)
     }
-}
-
-fn row_major(matrix: &DMatrix<f64>) -> Vec<f32> {
-    quant::row_major(matrix)
 }
 
 fn floats(vector: &DVector<f64>) -> Vec<f32> {

@@ -97,18 +97,14 @@ pub fn message(error: &anyhow::Error) -> String {
             message = format!("{message}: {cause}");
         }
     }
-    message
-        .chars()
-        .flat_map(|c| {
-            let escaped = c.is_control() && c != '\n';
-            let shown = if escaped {
-                c.escape_debug().to_string()
-            } else {
-                c.to_string()
-            };
-            shown.chars().collect::<Vec<_>>()
-        })
-        .collect()
+    message.chars().fold(String::new(), |mut shown, c| {
+        if c.is_control() && c != '\n' {
+            shown.extend(c.escape_debug());
+        } else {
+            shown.push(c);
+        }
+        shown
+    })
 }
 
 /// Whether the reader of standard output went away (`oscar inspect … | head`), which is no failure.
