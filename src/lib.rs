@@ -70,7 +70,10 @@
 
 pub mod calib;
 pub mod cli;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod data;
+pub mod device;
 pub mod eval;
 pub mod kv;
 pub mod model;

@@ -4,12 +4,13 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
-use candle_core::{DType, Device};
+use candle_core::DType;
 use clap::ValueEnum;
 
 use crate::Error;
 use crate::calib::{CorpusShape, Moments};
 use crate::data::{self, ChatTemplate, Corpus, Overlong, Tokenizer, bundled};
+use crate::device::DeviceChoice;
 use crate::model::{Model, OpenOptions};
 
 /// How results are printed on standard output.
@@ -23,7 +24,7 @@ pub enum Format {
 /// Dtype of activations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Dtype {
-    /// f32 on the CPU
+    /// f32 on the CPU, bf16 on a GPU
     #[default]
     Auto,
     F32,
@@ -42,6 +43,10 @@ pub struct ModelArgs {
     #[arg(long, value_name = "ID")]
     model_id: Option<String>,
 
+    /// Where to compute: auto, cpu, or cuda:N (see `oscar devices`)
+    #[arg(long, default_value_t)]
+    device: DeviceChoice,
+
     /// Dtype of activations, and of weights once loaded
     #[arg(long, value_enum, default_value_t)]
     dtype: Dtype,
@@ -55,7 +60,7 @@ impl ModelArgs {
         let model = Model::open(
             &self.model,
             &OpenOptions {
-                device: Device::Cpu,
+                device: self.device.open()?,
                 dtype: match self.dtype {
                     Dtype::Auto => None,
                     Dtype::F32 => Some(DType::F32),

@@ -4,6 +4,7 @@ mod against;
 mod calibrate;
 mod collect;
 mod common;
+mod devices;
 mod fit;
 mod inspect;
 mod progress;
@@ -45,6 +46,7 @@ enum Command {
     Validate(validate::Args),
     Inspect(inspect::Args),
     Verify(verify::Args),
+    Devices(devices::Args),
     Completions(shell::CompletionsArgs),
     Man(shell::ManArgs),
 }
@@ -82,6 +84,7 @@ pub fn run(cli: &Cli) -> Result<Outcome> {
         Command::Validate(args) => validate::run(args),
         Command::Inspect(args) => inspect::run(args),
         Command::Verify(args) => verify::run(args),
+        Command::Devices(args) => devices::run(args),
         Command::Completions(args) => shell::completions(args),
         Command::Man(args) => shell::man(args),
     }

@@ -1,3 +1,4 @@
-//! The KV cache as queries meet it: attention over exact and quantized tokens.
+//! The key-value cache: attention over it, and how it lies in memory.
 
 pub mod attention;
+pub mod page;

@@ -1,0 +1,156 @@
+//! With feature `cuda`: compiles `kernels/*.cu` to one fat binary each, which the library embeds.
+//!
+//! `CUDA_COMPUTE_CAP` (such as `90`) says for which GPU, as for candle's own kernels; `OSCAR_COMPUTE_CAPS` (such as
+//! `80,90,100`) for which others besides. Every binary also holds PTX, which the driver compiles for newer GPUs.
+
+use std::borrow::Cow;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::{env, fs};
+
+fn main() {
+    println!("cargo::rerun-if-changed=build.rs");
+    println!("cargo::rerun-if-changed=kernels");
+    for name in [
+        "NVCC",
+        "CUDA_HOME",
+        "CUDA_PATH",
+        "CUDA_COMPUTE_CAP",
+        "OSCAR_COMPUTE_CAPS",
+    ] {
+        println!("cargo::rerun-if-env-changed={name}");
+    }
+    if env::var_os("CARGO_FEATURE_CUDA").is_some()
+        && let Err(problem) = compile_kernels()
+    {
+        println!("cargo::error={problem}");
+    }
+}
+
+fn compile_kernels() -> Result<(), String> {
+    let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("OUT_DIR is not set")?);
+    let nvcc = nvcc();
+    let caps = compute_caps()?;
+    let mut sources: Vec<PathBuf> = Path::new("kernels")
+        .read_dir()
+        .map_err(|e| format!("kernels: {e}"))?
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .filter(|path| path.extension().is_some_and(|x| x == "cu"))
+        .collect();
+    sources.sort();
+    // nvcc takes a minute for some of them, on one core.
+    let (nvcc, caps, out) = (&nvcc, &caps, &out);
+    std::thread::scope(|scope| {
+        let running: Vec<_> = sources
+            .iter()
+            .map(|source| scope.spawn(move || compile(nvcc, source, caps, out)))
+            .collect();
+        running
+            .into_iter()
+            .try_for_each(|compiled| compiled.join().map_err(|_| "nvcc's thread failed")?)
+    })?;
+    let embedded: String = sources
+        .iter()
+        .map(|source| {
+            let fatbin = fatbin(source, out);
+            format!("    ({:?}, include_bytes!({fatbin:?})),\n", stem(source))
+        })
+        .collect();
+    let text = format!(
+        "pub const TOOLKIT: i32 = {};\npub const KERNELS: &[(&str, &[u8])] = &[\n{embedded}];\n",
+        toolkit_version(nvcc)?
+    );
+    fs::write(out.join("kernels.rs"), text).map_err(|e| format!("kernels.rs: {e}"))
+}
+
+fn stem(source: &Path) -> Cow<'_, str> {
+    source.file_stem().unwrap_or_default().to_string_lossy()
+}
+
+fn fatbin(source: &Path, out: &Path) -> PathBuf {
+    out.join(&*stem(source)).with_extension("fatbin")
+}
+
+/// As the driver counts: 13000 for 13.0.
+fn toolkit_version(nvcc: &Path) -> Result<u32, String> {
+    let text = run(Command::new(nvcc).arg("--version"))?;
+    let version = text.split("release ").nth(1).and_then(|rest| {
+        let (major, rest) = rest.split_once('.')?;
+        let (minor, _) = rest.split_once(',')?;
+        Some(major.parse::<u32>().ok()? * 1000 + minor.parse::<u32>().ok()? * 10)
+    });
+    version.ok_or_else(|| format!("`{}` names no version: {text}", nvcc.display()))
+}
+
+/// What it prints.
+fn run(command: &mut Command) -> Result<String, String> {
+    let program = command.get_program().to_string_lossy().into_owned();
+    let done = command.output().map_err(|e| {
+        format!(
+            "`{program}` does not run ({e}): install a CUDA toolkit, or run `scripts/cuda-toolchain.sh` and source the \
+             `env.sh` that it names"
+        )
+    })?;
+    if done.status.success() {
+        return Ok(String::from_utf8_lossy(&done.stdout).into_owned());
+    }
+    for line in String::from_utf8_lossy(&done.stderr).lines() {
+        println!("cargo::warning={line}");
+    }
+    Err(format!("`{program}` failed: {command:?}"))
+}
+
+fn nvcc() -> PathBuf {
+    let home = |name| Some(PathBuf::from(env::var_os(name)?).join("bin/nvcc"));
+    env::var_os("NVCC")
+        .map(PathBuf::from)
+        .or_else(|| home("CUDA_HOME"))
+        .or_else(|| home("CUDA_PATH"))
+        .unwrap_or_else(|| "nvcc".into())
+}
+
+/// Such as 80, 90.
+fn compute_caps() -> Result<Vec<u32>, String> {
+    let list = |name: &str| env::var(name).unwrap_or_default();
+    let both = format!(
+        "{},{}",
+        list("CUDA_COMPUTE_CAP"),
+        list("OSCAR_COMPUTE_CAPS")
+    );
+    let mut caps = Vec::new();
+    for cap in both.split([',', ';', ' ']).filter(|cap| !cap.is_empty()) {
+        match cap.trim_end_matches('a').replace('.', "").parse() {
+            Ok(number @ 80..=129) => caps.push(number),
+            _ => {
+                return Err(format!(
+                    "compute capability `{cap}` is not one of 80 to 129: set `CUDA_COMPUTE_CAP`, such as 90"
+                ));
+            }
+        }
+    }
+    caps.sort_unstable();
+    caps.dedup();
+    if caps.is_empty() {
+        return Err("set `CUDA_COMPUTE_CAP`, such as 90 for an H100 or H200".into());
+    }
+    Ok(caps)
+}
+
+/// A source whose first line reads `// sm_90a` uses what only Hopper has: it is compiled for that alone.
+fn compile(nvcc: &Path, source: &Path, caps: &[u32], out: &Path) -> Result<(), String> {
+    let text = fs::read_to_string(source).map_err(|e| format!("{}: {e}", source.display()))?;
+    let mut command = Command::new(nvcc);
+    command.args(["-fatbin", "-O3", "-std=c++17", "-lineinfo"]);
+    if text.starts_with("// sm_90a") {
+        command.arg("-gencode=arch=compute_90a,code=sm_90a");
+    } else {
+        for cap in caps {
+            command.arg(format!("-gencode=arch=compute_{cap},code=sm_{cap}"));
+        }
+        let lowest = caps[0];
+        command.arg(format!(
+            "-gencode=arch=compute_{lowest},code=compute_{lowest}"
+        ));
+    }
+    run(command.arg("-o").arg(fatbin(source, out)).arg(source)).map(drop)
+}
