@@ -6,7 +6,7 @@ use std::str::FromStr;
 use candle_core::Device;
 use serde::Serialize;
 
-use crate::{Error, Result};
+use crate::Result;
 
 /// What `--device` says.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -120,7 +120,8 @@ mod gpu {
 
 #[cfg(not(feature = "cuda"))]
 mod gpu {
-    use super::{Device, DeviceInfo, Error, Result};
+    use super::{Device, DeviceInfo, Result};
+    use crate::Error;
 
     pub fn count() -> usize {
         0

@@ -68,6 +68,8 @@
 //! # }
 //! ```
 
+#[cfg(feature = "cuda")]
+pub mod bench;
 pub mod calib;
 pub mod cli;
 #[cfg(feature = "cuda")]

@@ -1,7 +1,7 @@
 //! `oscar devices`: what `--device` can name.
 
 use anyhow::Result;
-use comfy_table::{CellAlignment, Table, presets};
+use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 
 use super::Outcome;
 use super::common::{Format, print};
@@ -34,13 +34,10 @@ fn table(devices: &[DeviceInfo]) -> String {
         })
     };
     let mut table = Table::new();
-    table.load_preset(presets::NOTHING).set_header([
-        "device",
-        "name",
-        "capability",
-        "memory",
-        "free",
-    ]);
+    table
+        .load_style(presets::ASCII_MARKDOWN)
+        .set_content_arrangement(ContentArrangement::Disabled)
+        .set_header(["device", "name", "capability", "memory", "free"]);
     for device in devices {
         table.add_row([
             device.device.clone(),
@@ -50,10 +47,8 @@ fn table(devices: &[DeviceInfo]) -> String {
             gib(device.free_bytes),
         ]);
     }
-    for column in [3, 4] {
-        if let Some(column) = table.column_mut(column) {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
+    for column in table.column_iter_mut().skip(3) {
+        column.set_cell_alignment(CellAlignment::Right);
     }
     table.to_string()
 }
