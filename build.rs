@@ -4,6 +4,7 @@
 //! `80,90,100`) for which others besides. Every binary also holds PTX, which the driver compiles for newer GPUs.
 
 use std::borrow::Cow;
+use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs};
@@ -49,17 +50,16 @@ fn compile_kernels() -> Result<(), String> {
             .into_iter()
             .try_for_each(|compiled| compiled.join().map_err(|_| "nvcc's thread failed")?)
     })?;
-    let embedded: String = sources
-        .iter()
-        .map(|source| {
-            let fatbin = fatbin(source, out);
-            format!("    ({:?}, include_bytes!({fatbin:?})),\n", stem(source))
-        })
-        .collect();
-    let text = format!(
-        "pub const TOOLKIT: i32 = {};\npub const KERNELS: &[(&str, &[u8])] = &[\n{embedded}];\n",
+    let mut text = format!(
+        "pub const TOOLKIT: i32 = {};\npub const KERNELS: &[(&str, &[u8])] = &[\n",
         toolkit_version(nvcc)?
     );
+    for source in &sources {
+        let fatbin = fatbin(source, out);
+        let path = fatbin.to_str().ok_or("OUT_DIR is not UTF-8")?;
+        let _ = writeln!(text, "    ({:?}, include_bytes!({path:?})),", stem(source));
+    }
+    text += "];\n";
     fs::write(out.join("kernels.rs"), text).map_err(|e| format!("kernels.rs: {e}"))
 }
 

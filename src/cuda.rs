@@ -4,7 +4,6 @@
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
-use candle_core::backend::BackendDevice;
 use candle_core::cuda_backend::cudarc::driver::{
     CudaContext, CudaFunction, CudaModule, DriverError, result, sys,
 };
@@ -41,7 +40,7 @@ pub fn open(number: usize) -> Result<Device> {
         let problem = format!("there is no such GPU; the last one is cuda:{}", there - 1);
         return Err(Error::invalid(flag, problem).hint("see `oscar devices`"));
     }
-    let driver = driver_version().map_err(|e| refused(&flag, &e))?;
+    let driver = driver_version().map_err(|e| refused(&flag, e))?;
     if driver / 1000 < embedded::TOOLKIT / 1000 {
         let version = |v: i32| format!("{}.{}", v / 1000, v % 1000 / 10);
         return Err(Error::invalid(
@@ -73,7 +72,7 @@ pub fn info(number: usize) -> Result<DeviceInfo> {
             compute_capability: Some(format!("{major}.{minor}")),
         })
     };
-    tell().map_err(|e| refused(&device, &e))
+    tell().map_err(|e| refused(&device, e))
 }
 
 fn driver_version() -> Result<i32, DriverError> {
@@ -83,7 +82,7 @@ fn driver_version() -> Result<i32, DriverError> {
     Ok(version)
 }
 
-fn refused(place: &str, error: &DriverError) -> Error {
+fn refused(place: &str, error: DriverError) -> Error {
     Error::invalid(place, format!("the driver refused: {error}"))
 }
 
@@ -96,7 +95,7 @@ pub fn compute_capability(device: &CudaDevice) -> Result<i32> {
         .cuda_stream()
         .context()
         .compute_capability()
-        .map_err(|e| refused("compute capability", &e))?;
+        .map_err(|e| refused("compute capability", e))?;
     Ok(10 * major + minor)
 }
 
@@ -112,32 +111,23 @@ pub fn function(device: &CudaDevice, module: &str, name: &str) -> Result<CudaFun
     let place = format!("kernel `{module}`");
     let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
     let key = (context.ordinal(), module.to_owned());
-    let module = match loaded.get(&key) {
-        Some(module) => module.clone(),
-        None => {
-            let (_, binary) = embedded::KERNELS
-                .iter()
-                .find(|(stem, _)| *stem == module)
-                .ok_or_else(|| Error::invalid(&place, "is not part of this binary"))?;
-            let module = context
-                .load_module(Ptx::from_binary(binary.to_vec()))
-                .map_err(|e| {
-                    refused(&place, &e)
-                        .hint("build with `CUDA_COMPUTE_CAP` of this GPU, see `oscar devices`")
-                })?;
-            loaded.insert(key, module.clone());
-            module
-        }
+    let module = if let Some(module) = loaded.get(&key) {
+        module.clone()
+    } else {
+        let (_, binary) = embedded::KERNELS
+            .iter()
+            .find(|(stem, _)| *stem == module)
+            .ok_or_else(|| Error::invalid(&place, "is not part of this binary"))?;
+        let module = context
+            .load_module(Ptx::from_binary(binary.to_vec()))
+            .map_err(|e| {
+                refused(&place, e)
+                    .hint("build with `CUDA_COMPUTE_CAP` of this GPU, see `oscar devices`")
+            })?;
+        loaded.insert(key, module.clone());
+        module
     };
     module
         .load_function(name)
-        .map_err(|e| refused(&format!("{place}, function `{name}`"), &e))
-}
-
-/// Waits for everything that was queued on `device`.
-///
-/// # Errors
-/// The first one of what was queued.
-pub fn synchronize(device: &CudaDevice) -> Result<()> {
-    Ok(device.synchronize()?)
+        .map_err(|e| refused(&format!("{place}, function `{name}`"), e))
 }
