@@ -82,7 +82,7 @@ fn driver_version() -> Result<i32, DriverError> {
     Ok(version)
 }
 
-fn refused(place: &str, error: DriverError) -> Error {
+pub(crate) fn refused(place: &str, error: DriverError) -> Error {
     Error::invalid(place, format!("the driver refused: {error}"))
 }
 

@@ -1,11 +1,18 @@
 //! The cache on an NVIDIA GPU: what a token costs there, one kernel at a time.
 
+pub mod append;
 pub mod decode;
+pub mod demote;
+mod demote_hopper;
+mod params;
+pub mod prefill;
 
 use std::sync::Arc;
 
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, CudaView};
+
+pub use params::{EntryParams, PoolShape, Rows, SideParams};
 
 use crate::kv::page::PAGE_TOKENS;
 use crate::{Error, Result};
