@@ -12,6 +12,7 @@ mod hub;
 mod open;
 mod rope;
 mod sequence;
+pub mod synthetic;
 mod weights;
 
 pub use attention::{Attention, FullAttention};

@@ -228,7 +228,7 @@ impl Model {
     }
 
     pub fn sizes(&self) -> Sizes {
-        let needed = self.tensors();
+        let needed = tensors(&self.config);
         let loaded = |part: Part| -> u64 {
             let elements: usize = needed
                 .iter()
@@ -381,64 +381,10 @@ impl Model {
         }
     }
 
-    /// Every tensor of the decoder, by its Hugging Face name, and its shape.
-    fn tensors(&self) -> Vec<(Part, String, Vec<usize>)> {
-        let Config {
-            hidden_size: hidden,
-            intermediate_size: width,
-            num_attention_heads: heads,
-            num_key_value_heads: kv_heads,
-            head_dim,
-            vocab_size,
-            ..
-        } = *self.config;
-        let mut all = vec![
-            (
-                Part::Embedding,
-                EMBEDDING.to_string(),
-                vec![vocab_size, hidden],
-            ),
-            (Part::Head, "model.norm.weight".to_string(), vec![hidden]),
-        ];
-        if !self.config.tie_word_embeddings {
-            all.push((
-                Part::Head,
-                "lm_head.weight".to_string(),
-                vec![vocab_size, hidden],
-            ));
-        }
-        for layer in 0..self.config.num_hidden_layers {
-            let mut add = |name: &str, shape: &[usize]| {
-                let name = format!("model.layers.{layer}.{name}");
-                all.push((Part::Layer(layer), name, shape.to_vec()));
-            };
-            add("input_layernorm.weight", &[hidden]);
-            add("post_attention_layernorm.weight", &[hidden]);
-            for (name, heads) in QKV.into_iter().zip([heads, kv_heads, kv_heads]) {
-                add(&format!("{name}.weight"), &[heads * head_dim, hidden]);
-                if self.config.qkv_bias {
-                    add(&format!("{name}.bias"), &[heads * head_dim]);
-                }
-            }
-            if self.config.qk_norm {
-                add("self_attn.q_norm.weight", &[head_dim]);
-                add("self_attn.k_norm.weight", &[head_dim]);
-            }
-            add("self_attn.o_proj.weight", &[hidden, heads * head_dim]);
-            if self.config.output_bias {
-                add("self_attn.o_proj.bias", &[hidden]);
-            }
-            add("mlp.gate_proj.weight", &[width, hidden]);
-            add("mlp.up_proj.weight", &[width, hidden]);
-            add("mlp.down_proj.weight", &[hidden, width]);
-        }
-        all
-    }
-
     /// Every tensor that the decoder needs is there, and none that it would ignore.
     fn check(&self) -> Result<()> {
         let mut known = HashSet::new();
-        for (_, name, shape) in self.tensors() {
+        for (_, name, shape) in tensors(&self.config) {
             let name = self.stored_name(&name);
             let stored = self.weights.expect(&name, &shape)?;
             if stored.encoding == Encoding::Float8 {
@@ -470,8 +416,62 @@ impl Model {
     }
 }
 
+/// Every tensor of the decoder, by its Hugging Face name, and its shape.
+pub(super) fn tensors(config: &Config) -> Vec<(Part, String, Vec<usize>)> {
+    let Config {
+        hidden_size: hidden,
+        intermediate_size: width,
+        num_attention_heads: heads,
+        num_key_value_heads: kv_heads,
+        head_dim,
+        vocab_size,
+        ..
+    } = *config;
+    let mut all = vec![
+        (
+            Part::Embedding,
+            EMBEDDING.to_string(),
+            vec![vocab_size, hidden],
+        ),
+        (Part::Head, "model.norm.weight".to_string(), vec![hidden]),
+    ];
+    if !config.tie_word_embeddings {
+        all.push((
+            Part::Head,
+            "lm_head.weight".to_string(),
+            vec![vocab_size, hidden],
+        ));
+    }
+    for layer in 0..config.num_hidden_layers {
+        let mut add = |name: &str, shape: &[usize]| {
+            let name = format!("model.layers.{layer}.{name}");
+            all.push((Part::Layer(layer), name, shape.to_vec()));
+        };
+        add("input_layernorm.weight", &[hidden]);
+        add("post_attention_layernorm.weight", &[hidden]);
+        for (name, heads) in QKV.into_iter().zip([heads, kv_heads, kv_heads]) {
+            add(&format!("{name}.weight"), &[heads * head_dim, hidden]);
+            if config.qkv_bias {
+                add(&format!("{name}.bias"), &[heads * head_dim]);
+            }
+        }
+        if config.qk_norm {
+            add("self_attn.q_norm.weight", &[head_dim]);
+            add("self_attn.k_norm.weight", &[head_dim]);
+        }
+        add("self_attn.o_proj.weight", &[hidden, heads * head_dim]);
+        if config.output_bias {
+            add("self_attn.o_proj.bias", &[hidden]);
+        }
+        add("mlp.gate_proj.weight", &[width, hidden]);
+        add("mlp.up_proj.weight", &[width, hidden]);
+        add("mlp.down_proj.weight", &[hidden, width]);
+    }
+    all
+}
+
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Part {
+pub(super) enum Part {
     Embedding,
     Layer(usize),
     Head,
