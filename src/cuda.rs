@@ -4,11 +4,13 @@
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
+use candle_core::backend::BackendDevice;
 use candle_core::cuda_backend::cudarc::driver::{
-    CudaContext, CudaFunction, CudaModule, DriverError, result, sys,
+    CudaContext, CudaFunction, CudaModule, CudaStream, DriverError, result, sys,
 };
 use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
-use candle_core::{CudaDevice, Device};
+use candle_core::op::BackpropOp;
+use candle_core::{CudaDevice, CudaStorage, DType, Device, Shape, Storage, Tensor};
 
 use crate::device::{DeviceChoice, DeviceInfo};
 use crate::{Error, Result};
@@ -53,7 +55,113 @@ pub fn open(number: usize) -> Result<Device> {
         )
         .hint("update the driver, or build with an older toolkit"));
     }
-    Ok(Device::new_cuda_with_stream(number)?)
+    let device = Device::new_cuda_with_stream(number)?;
+    if let Device::Cuda(device) = &device {
+        keep_freed_memory(device).map_err(|e| refused(&flag, e))?;
+    }
+    Ok(device)
+}
+
+/// The pool that every tensor's memory comes from.
+fn pool(device: &CudaDevice) -> Result<sys::CUmemoryPool, DriverError> {
+    let number = device.cuda_stream().context().cu_device();
+    // SAFETY: the number of a device that is open.
+    unsafe { result::device::get_default_mem_pool(number) }
+}
+
+/// By default freed memory goes back to the system whenever the host waits for the GPU, and is mapped anew by the next
+/// step: milliseconds for each tensor.
+fn keep_freed_memory(device: &CudaDevice) -> Result<(), DriverError> {
+    let mut most = u64::MAX;
+    let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+    // SAFETY: the driver reads a u64 for this attribute.
+    unsafe { result::mem_pool::set_attribute(pool(device)?, attribute, (&raw mut most).cast()) }
+}
+
+/// The most bytes of this process's tensors on `device` since [`reset_peak_memory`], with what lay unused between them.
+///
+/// # Errors
+/// Where the driver refuses to tell.
+pub fn peak_memory(device: &CudaDevice) -> Result<u64> {
+    let tell = || {
+        let mut peak = 0u64;
+        let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH;
+        let to = (&raw mut peak).cast();
+        // SAFETY: the driver writes a u64 for this attribute.
+        unsafe { result::mem_pool::get_attribute(pool(device)?, attribute, to) }?;
+        Ok(peak)
+    };
+    tell().map_err(|e| refused("peak memory", e))
+}
+
+/// Gives unused memory back and lets [`peak_memory`] count from here.
+///
+/// # Errors
+/// Where the driver refuses.
+pub fn reset_peak_memory(device: &CudaDevice) -> Result<()> {
+    device.synchronize()?;
+    let reset = || {
+        let mut zero = 0u64;
+        let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH;
+        // SAFETY: the pool is the device's own; the driver reads a u64 for this attribute, which must be 0.
+        unsafe {
+            result::mem_pool::trim_to(pool(device)?, 0)?;
+            result::mem_pool::set_attribute(pool(device)?, attribute, (&raw mut zero).cast())
+        }
+    };
+    reset().map_err(|e| refused("peak memory", e))
+}
+
+/// A tensor of `bytes`, copied on a stream of its own: beside what is queued on `device`, and done when this returns.
+///
+/// # Errors
+/// Where the GPU has no memory left, or `dtype` is none of f32, bf16 and f16.
+pub fn upload(bytes: &[u8], dtype: DType, shape: Shape, device: &CudaDevice) -> Result<Tensor> {
+    let copy = || -> Result<sys::CUdeviceptr, DriverError> {
+        let stream = upload_stream(device)?;
+        // SAFETY: the copy writes all of it before anything can read it.
+        let mut target = unsafe { stream.alloc::<u8>(bytes.len()) }?;
+        stream.memcpy_htod(bytes, &mut target)?;
+        stream.synchronize()?;
+        Ok(target.leak())
+    };
+    let place = format!("a copy of {} bytes to the GPU", bytes.len());
+    let pointer = copy().map_err(|e| refused(&place, e))?;
+    let stream = device.cuda_stream();
+    // From here on the memory belongs to the device's stream, which frees it after its last reader.
+    macro_rules! storage {
+        ($number:ty) => {{
+            let len = bytes.len() / size_of::<$number>();
+            // SAFETY: the pointer owns `len` numbers, which the copy above wrote.
+            let slice = unsafe { stream.upgrade_device_ptr::<$number>(pointer, len) };
+            CudaStorage::wrap_cuda_slice(slice, device.clone())
+        }};
+    }
+    let storage = match dtype {
+        DType::F32 => storage!(f32),
+        DType::BF16 => storage!(half::bf16),
+        DType::F16 => storage!(half::f16),
+        other => {
+            drop(storage!(u8));
+            return Err(Error::invalid(place, format!("of {}", other.as_str())));
+        }
+    };
+    let (storage, none) = (Storage::Cuda(storage), BackpropOp::none());
+    Ok(Tensor::from_storage(storage, shape, none, false))
+}
+
+fn upload_stream(device: &CudaDevice) -> Result<Arc<CudaStream>, DriverError> {
+    static STREAMS: LazyLock<Mutex<HashMap<usize, Arc<CudaStream>>>> =
+        LazyLock::new(Mutex::default);
+    let stream = device.cuda_stream();
+    let context = stream.context();
+    let mut streams = STREAMS.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(stream) = streams.get(&context.ordinal()) {
+        return Ok(stream.clone());
+    }
+    let stream = context.new_stream()?;
+    streams.insert(context.ordinal(), stream.clone());
+    Ok(stream)
 }
 
 /// # Errors

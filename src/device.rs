@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use candle_core::Device;
+use candle_core::{Device, Shape, Tensor, WithDType};
 use serde::Serialize;
 
 use crate::Result;
@@ -54,6 +54,51 @@ impl DeviceChoice {
             Self::Cuda(number) => gpu::open(number),
         }
     }
+}
+
+/// `values` as a tensor on `device`. On a GPU the copy runs beside what is queued there.
+///
+/// # Errors
+/// Where `shape` holds another number of values, or the device has no memory left.
+pub(crate) fn upload<T: WithDType + bytemuck::NoUninit>(
+    values: Vec<T>,
+    shape: impl Into<Shape>,
+    device: &Device,
+) -> Result<Tensor> {
+    let shape = shape.into();
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(device) = device
+        && shape.elem_count() == values.len()
+    {
+        return crate::cuda::upload(bytemuck::cast_slice(&values), T::DTYPE, shape, device);
+    }
+    Ok(Tensor::from_vec(values, shape, device)?)
+}
+
+/// The most bytes that this process's tensors took on a GPU since [`reset_peak_memory`]; none on the CPU.
+///
+/// # Errors
+/// Where the driver refuses to tell.
+pub fn peak_memory(device: &Device) -> Result<Option<u64>> {
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(device) = device {
+        return crate::cuda::peak_memory(device).map(Some);
+    }
+    debug_assert!(!device.is_cuda());
+    Ok(None)
+}
+
+/// Gives a GPU's unused memory back and counts [`peak_memory`] from here.
+///
+/// # Errors
+/// Where the driver refuses.
+pub fn reset_peak_memory(device: &Device) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(device) = device {
+        return crate::cuda::reset_peak_memory(device);
+    }
+    debug_assert!(!device.is_cuda());
+    Ok(())
 }
 
 /// One row of `oscar devices`.

@@ -12,13 +12,14 @@ use checkpoint::{Checkpoint, VOCAB};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-const COMMANDS: [&str; 8] = [
+const COMMANDS: [&str; 9] = [
     "calibrate",
     "collect",
     "fit",
     "validate",
     "inspect",
     "verify",
+    "bench",
     "completions",
     "man",
 ];
@@ -457,6 +458,64 @@ fn random_tokenizers_are_made_sure() {
     fs::write(&path, tokenizer.to_string()).unwrap();
     let message = refused(&toy.collect(&toy.at("third.safetensors")));
     assert!(message.contains("tokenizer.json"), "{message}");
+}
+
+/// A shape is measured without its model, and the random weights that stand in for it are those of the seed.
+#[test]
+fn a_shape_is_measured_on_random_weights() {
+    let folder = TempDir::new().unwrap();
+    let config = folder.path().join("config.json");
+    let shape = json!({
+        "model_type": "qwen3", "hidden_act": "silu", "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "vocab_size": 256, "rms_norm_eps": 1e-6, "max_position_embeddings": 1024, "tie_word_embeddings": false,
+    });
+    fs::write(&config, shape.to_string()).unwrap();
+    let measured = fine(&[
+        "bench",
+        "collect",
+        "--config",
+        str(&config),
+        "--device",
+        "cpu",
+        "--tokens",
+        "2048",
+        "--holdout",
+        "512",
+        "--format",
+        "json",
+    ]);
+    let measured: Value = serde_json::from_str(&measured).unwrap();
+    for number in [
+        "compute",
+        "total",
+        "fit",
+        "tokens_per_second",
+        "moments_bytes",
+    ] {
+        assert!(measured[number].as_f64().unwrap() > 0.0, "{number}");
+    }
+    assert!(measured["peak_device_bytes"].is_null());
+
+    let bytes = |name: &str, seed: &str| {
+        let out = folder.path().join(name);
+        let arguments = [
+            "bench",
+            "synthesize",
+            "--config",
+            str(&config),
+            "--out",
+            str(&out),
+            "--seed",
+            seed,
+        ];
+        fine(&arguments);
+        assert!(refused(&arguments).contains("holds a model already"));
+        fs::read(out.join("model-00001-of-00001.safetensors")).unwrap()
+    };
+    let first = bytes("first", "1");
+    assert!(first == bytes("again", "1"));
+    assert!(first != bytes("other", "2"));
 }
 
 #[test]

@@ -197,12 +197,12 @@ impl Workspace {
     }
 
     fn write(&self, path: &Path, layer: usize, parts: &Parts) -> Result<()> {
-        let piece = Piece {
+        let piece = |content_sha256| Piece {
             run: self.run.clone(),
             layer,
-            content_sha256: container::content_sha256(parts),
+            content_sha256,
         };
-        container::write(path, KEY, &piece, parts)
+        container::write(path, KEY, piece, parts)
     }
 
     /// A whole piece of this run, and its layer.

@@ -2,19 +2,22 @@
 
 use std::fmt;
 use std::path::PathBuf;
+use std::thread::{self, Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use serde::Serialize;
 
 use super::accumulate::{Accumulator, HoldoutRows, check_finite, output_metric};
 use super::checkpoint::Workspace;
-use super::moments::{ALGORITHM, LayerRecord, Meta, SCHEMA};
+use super::moments::{ALGORITHM, LayerRecord, Meta, SCHEMA, Sample, Sums};
 use super::progress::Progress;
+use super::tensor_sums::{self, TensorAccumulator};
 use crate::data::Corpus;
-use crate::kv::attention::{Dims, causal};
+use crate::device;
+use crate::kv::attention::{Dims, causal, tensor};
 use crate::model::{Attention, DecoderLayer, Model, PackedSequence};
 use crate::zoo::{Calibration, ModelInfo, Tool};
 use crate::{Error, Result, interrupt};
@@ -56,18 +59,22 @@ pub struct Collected {
     /// Finished layers found of an earlier run; all of them where the output was complete.
     pub resumed_layers: usize,
     pub timings: Timings,
+    /// The most bytes of tensors on the GPU; none on the CPU.
+    pub peak_device_bytes: Option<u64>,
 }
 
 /// Where the time went.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub struct Timings {
+    /// A GPU's driver compiling what it runs for the first time.
+    pub prepare: Duration,
     /// Waiting for a layer's weights.
     pub load: Duration,
     /// The decoder without its attention.
     pub decoder: Duration,
     pub attention: Duration,
     pub accumulate: Duration,
-    /// Layer files, hidden states and the final file.
+    /// Hidden states, the final file, and waiting for layer files.
     pub write: Duration,
 }
 
@@ -104,6 +111,7 @@ pub fn collect(
             path: options.output.clone(),
             resumed_layers: layers,
             timings,
+            peak_device_bytes: None,
         });
     };
     let (finished, damaged) = workspace.finished_layers();
@@ -126,28 +134,36 @@ pub fn collect(
             }
         };
         progress.start(layers, start, corpus.tokens + corpus.holdout_tokens);
-        let mut run = Run {
-            workspace: &workspace,
-            sequences,
-            calibration: corpus.sequences.len(),
-            tokens: corpus.tokens,
-            sample_rows: sample_rows(corpus.tokens, meta.sample_rows, corpus.seed),
-            hidden,
-            hidden_kept: Instant::now(),
-            hidden_cost: Duration::ZERO,
-            checkpoint_interval: options.checkpoint_interval,
-            timings: &mut timings,
-            progress,
-        };
-        let mut waiting = Instant::now();
-        model.for_each_layer(start, |layer| {
-            run.timings.load += waiting.elapsed();
-            let i = layer.index();
-            if i <= last {
-                run.layer(&layer, meta.dims(i), finished[i], i == last)?;
-            }
-            waiting = Instant::now();
-            Ok(())
+        thread::scope(|scope| {
+            let mut run = Run {
+                workspace: &workspace,
+                scope,
+                writing: None,
+                sequences,
+                calibration: corpus.sequences.len(),
+                tokens: corpus.tokens,
+                sample_rows: sample_rows(corpus.tokens, meta.sample_rows, corpus.seed),
+                hidden,
+                hidden_kept: Instant::now(),
+                hidden_cost: Duration::ZERO,
+                checkpoint_interval: options.checkpoint_interval,
+                timings: &mut timings,
+                progress,
+            };
+            let mut waiting = Instant::now();
+            model.for_each_layer(start, |layer| {
+                run.timings.load += waiting.elapsed();
+                let i = layer.index();
+                if i == start {
+                    run.prepare(&layer, meta.dims(i))?;
+                }
+                if i <= last {
+                    run.layer(&layer, meta.dims(i), finished[i], i == last)?;
+                }
+                waiting = Instant::now();
+                Ok(())
+            })?;
+            run.written()
         })?;
     }
     let prompts = corpus
@@ -162,12 +178,16 @@ pub fn collect(
         path: options.output.clone(),
         resumed_layers: finished.iter().filter(|&&done| done).count(),
         timings,
+        peak_device_bytes: device::peak_memory(model.device())?,
     })
 }
 
 /// A run at work.
-struct Run<'a> {
-    workspace: &'a Workspace,
+struct Run<'a, 'scope, 'env> {
+    workspace: &'env Workspace,
+    /// Layers are written while the next one runs.
+    scope: &'scope Scope<'scope, 'env>,
+    writing: Option<ScopedJoinHandle<'scope, Result<()>>>,
     /// The first `calibration` enter the moments, the others are held out.
     sequences: Vec<&'a PackedSequence>,
     calibration: usize,
@@ -182,7 +202,42 @@ struct Run<'a> {
     progress: &'a mut dyn Progress,
 }
 
-impl Run<'_> {
+impl Run<'_, '_, '_> {
+    /// Has a GPU's driver compile all that a layer needs, and keeps that out of every other number.
+    fn prepare(&mut self, layer: &DecoderLayer, dims: Dims) -> Result<()> {
+        let device = self.hidden[0].device().clone();
+        if device.is_cpu() {
+            return Ok(());
+        }
+        let begin = Instant::now();
+        self.progress
+            .note("preparing the GPU; its driver compiles for up to half a minute, once a machine");
+        let rows = self.hidden[0].dim(0)?.min(16);
+        let few = self.hidden[0].narrow(0, 0, rows)?;
+        for mode in [Mode::Accumulate, Mode::Keep] {
+            let sums = Observations::new(dims, 0, vec![0], &device);
+            let mut observer = Observer::new(dims, mode, sums);
+            layer.forward(&few, &[rows], &mut observer)?;
+            observer.sums.finish()?;
+        }
+        tensor_sums::output_metric(layer.output_projection(), dims)?;
+        device.synchronize()?;
+        self.timings.prepare = begin.elapsed();
+        device::reset_peak_memory(&device)
+    }
+
+    /// Waits for the layer that is being written.
+    fn written(&mut self) -> Result<()> {
+        if let Some(writing) = self.writing.take() {
+            let begin = Instant::now();
+            writing
+                .join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+            self.timings.write += begin.elapsed();
+        }
+        Ok(())
+    }
+
     /// Takes the hidden states through one layer; sums and commits it unless `finished`.
     fn layer(
         &mut self,
@@ -192,18 +247,10 @@ impl Run<'_> {
         last: bool,
     ) -> Result<()> {
         let i = layer.index();
-        let mut observer = Observer {
-            dims,
-            mode: Mode::Forward,
-            accumulator: Accumulator::new(
-                dims,
-                if finished { 0 } else { self.tokens },
-                self.sample_rows.clone(),
-            ),
-            holdout: HoldoutRows::default(),
-            attention: Duration::ZERO,
-            accumulate: Duration::ZERO,
-        };
+        let device = self.hidden[0].device().clone();
+        let tokens = if finished { 0 } else { self.tokens };
+        let sums = Observations::new(dims, tokens, self.sample_rows.clone(), &device);
+        let mut observer = Observer::new(dims, Mode::Forward, sums);
         let begin = Instant::now();
         for (at, sequence) in self.sequences.iter().enumerate() {
             interrupt::check()?;
@@ -225,11 +272,12 @@ impl Run<'_> {
                 return Err(Error::Interrupted);
             }
         }
+        device.synchronize()?;
         let observed = observer.attention + observer.accumulate;
         self.timings.decoder += begin.elapsed().saturating_sub(observed);
         self.timings.attention += observer.attention;
         let Observer {
-            accumulator,
+            sums,
             holdout,
             accumulate,
             ..
@@ -237,10 +285,14 @@ impl Run<'_> {
         self.timings.accumulate += accumulate;
         if !finished {
             let begin = Instant::now();
-            let (sums, sample) = accumulator.finish();
-            let projection = layer.output_projection().to_dtype(DType::F32)?;
-            let projection = projection.flatten_all()?.to_vec1::<f32>()?;
-            let wo = output_metric(&projection, dims);
+            let (sums, sample) = sums.finish()?;
+            let projection = layer.output_projection();
+            let wo = if device.is_cpu() {
+                let projection = projection.to_dtype(DType::F32)?.flatten_all()?;
+                output_metric(&projection.to_vec1::<f32>()?, dims)
+            } else {
+                tensor_sums::output_metric(projection, dims)?
+            };
             let record = LayerRecord {
                 sums,
                 wo,
@@ -248,15 +300,17 @@ impl Run<'_> {
                 holdout,
             };
             self.timings.accumulate += begin.elapsed();
-            let begin = Instant::now();
-            self.workspace.write_layer(i, &record)?;
-            self.timings.write += begin.elapsed();
+            self.written()?;
+            let workspace = self.workspace;
+            let write = move || workspace.write_layer(i, &record);
+            self.writing = Some(self.scope.spawn(write));
         }
         // Often enough that a run killed again and again still gets on, rarely enough to cost little; and after Ctrl-C,
         // which ends the run here.
         let interval = self.checkpoint_interval.min(30 * self.hidden_cost);
         let due = self.hidden_kept.elapsed() >= interval || interrupt::check().is_err();
         if due && !last {
+            self.written()?;
             let begin = Instant::now();
             self.workspace.write_hidden(i + 1, &self.hidden)?;
             self.hidden_kept = Instant::now();
@@ -276,14 +330,50 @@ enum Mode {
     Keep,
 }
 
+/// The sums of a layer, where its activations are.
+enum Observations {
+    Cpu(Accumulator),
+    Device(TensorAccumulator),
+}
+
+impl Observations {
+    fn new(dims: Dims, tokens: usize, sample_rows: Vec<usize>, device: &Device) -> Self {
+        if device.is_cpu() {
+            Self::Cpu(Accumulator::new(dims, tokens, sample_rows))
+        } else {
+            Self::Device(TensorAccumulator::new(dims, sample_rows))
+        }
+    }
+
+    fn finish(self) -> Result<(Sums, Sample)> {
+        match self {
+            Self::Cpu(sums) => Ok(sums.finish()),
+            Self::Device(sums) => sums.finish(),
+        }
+    }
+}
+
 /// Looks on through the seam of the decoder.
 struct Observer {
     dims: Dims,
     mode: Mode,
-    accumulator: Accumulator,
+    sums: Observations,
     holdout: HoldoutRows,
     attention: Duration,
     accumulate: Duration,
+}
+
+impl Observer {
+    fn new(dims: Dims, mode: Mode, sums: Observations) -> Self {
+        Self {
+            dims,
+            mode,
+            sums,
+            holdout: HoldoutRows::default(),
+            attention: Duration::ZERO,
+            accumulate: Duration::ZERO,
+        }
+    }
 }
 
 impl Attention for Observer {
@@ -295,30 +385,55 @@ impl Attention for Observer {
         v: &Tensor,
         prompt_lens: &[usize],
     ) -> Result<Tensor> {
+        // What was queued before is not attention's time.
+        q.device().synchronize()?;
         let begin = Instant::now();
-        let floats = |x: &Tensor| -> Result<Vec<f32>> {
-            Ok(x.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
-        };
-        let (q_rows, k_rows, v_rows) = (floats(q)?, floats(k)?, floats(v)?);
         let observing = self.mode == Mode::Accumulate;
-        let out = causal(&q_rows, &k_rows, &v_rows, self.dims, prompt_lens, observing)?;
-        self.attention += begin.elapsed();
-        let begin = Instant::now();
-        match self.mode {
-            Mode::Forward => {}
-            Mode::Accumulate => {
-                let weights = out.key_weights.as_deref().unwrap_or_default();
-                self.accumulator
-                    .observe(layer, &q_rows, &k_rows, &v_rows, &out.o, weights)?;
+        let o = match &mut self.sums {
+            Observations::Cpu(sums) => {
+                let floats = |x: &Tensor| -> Result<Vec<f32>> {
+                    Ok(x.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
+                };
+                let (q_rows, k_rows, v_rows) = (floats(q)?, floats(k)?, floats(v)?);
+                let out = causal(&q_rows, &k_rows, &v_rows, self.dims, prompt_lens, observing)?;
+                self.attention += begin.elapsed();
+                let begin = Instant::now();
+                match self.mode {
+                    Mode::Forward => {}
+                    Mode::Accumulate => {
+                        let weights = out.key_weights.as_deref().unwrap_or_default();
+                        sums.observe(layer, &q_rows, &k_rows, &v_rows, &out.o, weights)?;
+                    }
+                    Mode::Keep => {
+                        check_finite(layer, self.dims, &q_rows, &k_rows, &v_rows, &out.o)?;
+                        self.holdout.extend(&q_rows, &k_rows, &v_rows);
+                    }
+                }
+                self.accumulate += begin.elapsed();
+                Tensor::from_vec(out.o, q.shape(), q.device())?
             }
-            Mode::Keep => {
-                check_finite(layer, self.dims, &q_rows, &k_rows, &v_rows, &out.o)?;
-                self.holdout.extend(&q_rows, &k_rows, &v_rows);
+            Observations::Device(sums) => {
+                let floats = |x: &Tensor| x.to_dtype(DType::F32);
+                let (q, k, v) = (floats(q)?, floats(k)?, floats(v)?);
+                let (o, weights) = tensor::causal_in_place(&q, &k, &v, prompt_lens, observing)?;
+                o.device().synchronize()?;
+                self.attention += begin.elapsed();
+                let begin = Instant::now();
+                match (self.mode, weights) {
+                    (Mode::Accumulate, Some(weights)) => {
+                        sums.observe(layer, &q, &k, &v, &o, &weights)?;
+                    }
+                    (Mode::Keep, _) => {
+                        tensor_sums::keep(&mut self.holdout, layer, self.dims, &q, &k, &v, &o)?;
+                    }
+                    _ => {}
+                }
+                o.device().synchronize()?;
+                self.accumulate += begin.elapsed();
+                o
             }
-        }
-        self.accumulate += begin.elapsed();
-        let o = Tensor::from_vec(out.o, q.shape(), &candle_core::Device::Cpu)?;
-        Ok(o.to_device(q.device())?.to_dtype(q.dtype())?)
+        };
+        Ok(o.to_dtype(q.dtype())?)
     }
 }
 
@@ -411,8 +526,11 @@ pub struct Plan {
     pub hidden_bytes: u64,
     /// The moments file.
     pub moments_bytes: u64,
-    /// The most memory at a time, estimated.
+    /// The most memory at a time, estimated; of the host where a GPU computes.
     pub peak_memory_bytes: u64,
+    /// The most memory of the GPU at a time, estimated; none on the CPU.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub peak_device_bytes: Option<u64>,
     /// The most disk at a time: the moments file, finished layers and hidden states.
     pub peak_disk_bytes: u64,
 }
@@ -447,6 +565,19 @@ pub fn plan(model: &Model, corpus: CorpusShape, options: &CollectOptions) -> Pla
             + 4 * config.hidden_size * element
             + 3 * config.intermediate_size * element);
     let program = 64 << 20;
+    // The next layer loads while one works, and the last one's record is written.
+    let computing = 2 * sizes.layer_bytes + hidden_bytes + second_pass + sequence as u64;
+    let (peak_memory_bytes, peak_device_bytes) = if model.device().is_cpu() {
+        (program + computing + 2 * layer_file, None)
+    } else {
+        // Scores, masked, as probabilities and squared, of a block of queries.
+        let scores = (tensor::block_scores(heads, longest) * 4 * 4) as u64;
+        let libraries = 1 << 29;
+        let host = 2 * libraries + sizes.layer_bytes + 2 * hidden_bytes + 2 * layer_file;
+        // A quarter lies unused between tensors.
+        let device = libraries + (computing + scores) * 5 / 4;
+        (host, Some(device))
+    };
     Plan {
         architecture: config.model_type.clone(),
         layers: config.num_hidden_layers,
@@ -460,13 +591,8 @@ pub fn plan(model: &Model, corpus: CorpusShape, options: &CollectOptions) -> Pla
         layer_bytes: sizes.layer_bytes,
         hidden_bytes,
         moments_bytes,
-        // The next layer loads while one works.
-        peak_memory_bytes: program
-            + 2 * sizes.layer_bytes
-            + hidden_bytes
-            + second_pass
-            + sequence as u64
-            + layer_file,
+        peak_memory_bytes,
+        peak_device_bytes,
         peak_disk_bytes: 2 * moments_bytes + hidden_bytes,
     }
 }
@@ -474,7 +600,7 @@ pub fn plan(model: &Model, corpus: CorpusShape, options: &CollectOptions) -> Pla
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let size = |bytes: u64| indicatif::BinaryBytes(bytes).to_string();
-        let rows = [
+        let mut rows = vec![
             (
                 "model",
                 format!(
@@ -511,6 +637,9 @@ impl fmt::Display for Plan {
             ),
             ("peak disk", format!("about {}", size(self.peak_disk_bytes))),
         ];
+        if let Some(peak) = self.peak_device_bytes {
+            rows.push(("peak GPU", format!("about {}", size(peak))));
+        }
         for (i, (name, value)) in rows.iter().enumerate() {
             let end = if i + 1 < rows.len() { "\n" } else { "" };
             write!(f, "{name:<14} {value}{end}")?;

@@ -2,8 +2,9 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
-use std::io::Write;
+use std::io::{self, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
+use std::thread;
 
 use memmap2::Mmap;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
@@ -59,7 +60,7 @@ fn hash_tensor(hasher: &mut Sha256, name: &str, dtype: Dtype, shape: &[usize], b
 }
 
 /// SHA-256 over names, dtypes, shapes and bytes, in the order of names.
-pub(super) fn content_sha256(parts: &Parts) -> String {
+fn content_sha256(parts: &Parts) -> String {
     let mut hasher = Sha256::new();
     for (name, part) in parts {
         hash_tensor(&mut hasher, name, part.dtype, &part.shape, part.bytes);
@@ -68,15 +69,43 @@ pub(super) fn content_sha256(parts: &Parts) -> String {
     hex(&hasher.finalize())
 }
 
-/// Writes `parts` with `metadata` as canonical JSON under `key`; the same input gives the same bytes.
-pub(super) fn write(
+/// Writes `parts` with metadata as canonical JSON under `key`, made of the hash of their content, which is computed while
+/// they are written; the same input gives the same bytes.
+pub(super) fn write<T: Serialize>(
     path: &Path,
     key: &str,
-    metadata: &impl Serialize,
+    metadata: impl Fn(String) -> T,
     parts: &Parts,
 ) -> Result<()> {
-    let json = canonical_json(metadata)?;
     let order = in_file_order(parts);
+    let header = |hash: String| -> Result<Vec<u8>> {
+        let json = canonical_json(&metadata(hash))?;
+        header(key, json, &order).map_err(|problem| Error::invalid(path.display(), problem))
+    };
+    let unknown = header("0".repeat(64))?;
+    thread::scope(|scope| {
+        let hash = scope.spawn(|| content_sha256(parts));
+        write_atomic(path, |out| {
+            out.write_all(&unknown)?;
+            for (_, part) in &order {
+                out.write_all(part.bytes)?;
+                part.release();
+            }
+            let hash = hash
+                .join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            let known = header(hash).map_err(io::Error::other)?;
+            if known.len() != unknown.len() {
+                return Err(io::Error::other("the header grew"));
+            }
+            out.seek(SeekFrom::Start(0))?;
+            out.write_all(&known)
+        })
+    })
+}
+
+/// All that stands in front of the tensors.
+fn header(key: &str, json: String, order: &[(&String, &Part)]) -> Result<Vec<u8>, String> {
     let mut at = 0;
     let infos = order
         .iter()
@@ -91,20 +120,12 @@ pub(super) fn write(
             ((*name).clone(), info)
         })
         .collect();
-    let metadata = Metadata::new(Some(HashMap::from([(key.to_owned(), json)])), infos)
-        .map_err(|e| Error::invalid(path.display(), e))?;
-    let mut header =
-        serde_json::to_vec(&metadata).map_err(|e| Error::invalid(path.display(), e))?;
+    let keys = HashMap::from([(key.to_owned(), json)]);
+    let metadata = Metadata::new(Some(keys), infos).map_err(|e| e.to_string())?;
+    let mut header = serde_json::to_vec(&metadata).map_err(|e| e.to_string())?;
     header.resize(header.len().next_multiple_of(8), b' ');
-    write_atomic(path, |out| {
-        out.write_all(&(header.len() as u64).to_le_bytes())?;
-        out.write_all(&header)?;
-        for (_, part) in order {
-            out.write_all(part.bytes)?;
-            part.release();
-        }
-        Ok(())
-    })
+    let len = (header.len() as u64).to_le_bytes();
+    Ok([&len[..], &header].concat())
 }
 
 /// An open file: its header is checked, its tensors are read when asked for.

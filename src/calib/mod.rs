@@ -7,6 +7,7 @@ mod container;
 pub mod fit;
 pub mod moments;
 pub mod progress;
+pub mod tensor_sums;
 
 pub use collect::{CollectOptions, Collected, CorpusShape, Plan, collect, plan};
 pub use fit::{FitOptions, Fitted, fit};

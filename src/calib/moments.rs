@@ -271,11 +271,11 @@ pub(super) fn write_parts<'a>(
 ) -> Result<()> {
     let part = Part::new(Dtype::U32, &[prompt_lens.len()], prompt_lens);
     parts.insert(PROMPT_LENS.to_owned(), part);
-    let meta = Meta {
-        content_sha256: container::content_sha256(&parts),
+    let meta = |content_sha256| Meta {
+        content_sha256,
         ..meta.clone()
     };
-    container::write(path, KEY, &meta, &parts)
+    container::write(path, KEY, meta, &parts)
 }
 
 /// Writes the moments of the same model over the tokens of all `shards` to `path`. Sums and counts add exactly;

@@ -10,7 +10,7 @@ pub trait Progress {
     /// `n` more tokens ran through the present layer. `Break` ends the run as Ctrl-C does.
     fn tokens(&mut self, n: usize) -> ControlFlow<()>;
 
-    /// Layer `layer` is on disk.
+    /// Layer `layer` is computed; it is on disk before the next one is told.
     fn layer_done(&mut self, layer: usize);
 
     /// Something a person should know, such as a checkpoint that was damaged and is computed again.

@@ -1,6 +1,7 @@
 //! The command line: one file a subcommand, from arguments to library calls.
 
 mod against;
+mod bench;
 mod calibrate;
 mod collect;
 mod common;
@@ -47,6 +48,7 @@ enum Command {
     Inspect(inspect::Args),
     Verify(verify::Args),
     Devices(devices::Args),
+    Bench(bench::Args),
     Completions(shell::CompletionsArgs),
     Man(shell::ManArgs),
 }
@@ -85,6 +87,7 @@ pub fn run(cli: &Cli) -> Result<Outcome> {
         Command::Inspect(args) => inspect::run(args),
         Command::Verify(args) => verify::run(args),
         Command::Devices(args) => devices::run(args),
+        Command::Bench(args) => bench::run(args),
         Command::Completions(args) => shell::completions(args),
         Command::Man(args) => shell::man(args),
     }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 
 use super::methods::{Cache, EvalMethod, Side};
 use crate::kv::attention::{self, Dims, Probe};
@@ -11,10 +11,9 @@ use crate::model::Attention;
 use crate::zoo::Windows;
 use crate::{Error, Result};
 
-/// q (tokens, heads, head_dim), k and v (tokens, kv_heads, head_dim) of one packed sequence of one layer, on the CPU.
+/// k and v (tokens, kv_heads, head_dim) of one packed sequence of one layer, on the CPU, where caches are simulated.
 struct Heads<'a> {
     layer: usize,
-    q: Vec<f32>,
     k: Vec<f32>,
     v: Vec<f32>,
     dims: Dims,
@@ -29,14 +28,10 @@ impl<'a> Heads<'a> {
         v: &Tensor,
         prompt_lens: &'a [usize],
     ) -> Result<Self> {
-        let floats = |x: &Tensor| -> Result<Vec<f32>> {
-            Ok(x.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
-        };
         let (_, heads, head_dim) = q.dims3()?;
         Ok(Self {
             layer,
             dims: Dims::new(heads, k.dim(1)?, head_dim)?,
-            q: floats(q)?,
             k: floats(k)?,
             v: floats(v)?,
             prompt_lens,
@@ -98,15 +93,11 @@ impl<'a> Heads<'a> {
         }
         Ok((k, v))
     }
+}
 
-    fn tensor(&self, o: Vec<f32>, like: &Tensor) -> Result<Tensor> {
-        let o = Tensor::from_vec(o, like.shape(), &Device::Cpu)?;
-        debug_assert_eq!(
-            o.dims(),
-            [like.dims()[0], self.dims.heads, self.dims.head_dim]
-        );
-        Ok(o.to_device(like.device())?.to_dtype(like.dtype())?)
-    }
+/// In memory order.
+fn floats(x: &Tensor) -> Result<Vec<f32>> {
+    Ok(x.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
 }
 
 /// Rows (range, d) of head `head` of `x` (tokens, heads, d).
@@ -139,18 +130,9 @@ impl Attention for Simulated<'_> {
             sink_tokens: sink,
             recent_tokens: recent,
         } = self.windows;
-        let o = attention::windowed(
-            &heads.q,
-            &heads.k,
-            &heads.v,
-            &k_hat,
-            &v_hat,
-            heads.dims,
-            prompt_lens,
-            sink,
-            recent,
-        )?;
-        heads.tensor(o, q)
+        let back = |x: Vec<f32>| Tensor::from_vec(x, k.shape(), k.device());
+        let (k_hat, v_hat) = (back(k_hat)?, back(v_hat)?);
+        attention::tensor::windowed(q, k, v, &k_hat, &v_hat, prompt_lens, sink, recent)
     }
 }
 
@@ -175,17 +157,16 @@ impl Attention for Observed<'_> {
         v: &Tensor,
         prompt_lens: &[usize],
     ) -> Result<Tensor> {
-        let heads = Heads::new(layer, q, k, v, prompt_lens)?;
         if self.queries > 0 && !self.methods.is_empty() {
-            self.observe(&heads)?;
+            let heads = Heads::new(layer, q, k, v, prompt_lens)?;
+            self.observe(q, &heads)?;
         }
-        let o = attention::causal(&heads.q, &heads.k, &heads.v, heads.dims, prompt_lens, false)?;
-        heads.tensor(o.o, q)
+        Ok(attention::tensor::causal(q, k, v, prompt_lens, false)?.0)
     }
 }
 
 impl Observed<'_> {
-    fn observe(&mut self, heads: &Heads) -> Result<()> {
+    fn observe(&mut self, q: &Tensor, heads: &Heads) -> Result<()> {
         let Windows {
             sink_tokens: sink,
             recent_tokens: recent,
@@ -206,16 +187,15 @@ impl Observed<'_> {
             if positions.is_empty() {
                 continue;
             }
+            let rows = positions.iter().map(|&i| (prompt.start + i) as u32);
+            let rows = Tensor::from_iter(rows, q.device())?;
+            let queries = floats(&q.index_select(&rows, 0)?)?;
             let measured = parallel(n, |head| {
                 let kv = |x: &[f32]| {
                     head_rows(x, kv_heads, d, head / heads.dims.group(), prompt.clone())
                 };
                 let (k, v) = (kv(&heads.k), kv(&heads.v));
-                let q: Vec<f32> = positions
-                    .iter()
-                    .flat_map(|&i| &heads.q[((prompt.start + i) * n + head) * d..][..d])
-                    .copied()
-                    .collect();
+                let q = head_rows(&queries, n, d, head, 0..positions.len());
                 let probe = Probe::new(&q, &k, &v, d, &positions, sink, recent)?;
                 hats.iter()
                     .map(|(k_hat, v_hat)| probe.error(Some(&kv(k_hat)), Some(&kv(v_hat))))
@@ -246,6 +226,8 @@ fn sampled(range: Range<usize>, n: usize) -> Vec<usize> {
 mod tests {
     use std::path::Path;
 
+    use candle_core::Device;
+
     use super::*;
     use crate::quant::Codec;
     use crate::rotation::Transform;
@@ -270,7 +252,6 @@ mod tests {
         let x: Vec<f32> = (0..14 * kv_heads * d).map(|i| i as f32).collect();
         let heads = Heads {
             layer: 0,
-            q: x.clone(),
             k: x.clone(),
             v: x.clone(),
             dims: Dims::new(2, kv_heads, d).unwrap(),

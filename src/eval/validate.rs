@@ -79,6 +79,9 @@ pub fn validate(
         done: 0,
         total: (corpus.tokens * streams * (layers + 1)) as u64,
     };
+    if !model.device().is_cpu() {
+        progress.add(0, "preparing the GPU (once a machine its driver compiles)")?;
+    }
 
     let embedded = corpus
         .sequences

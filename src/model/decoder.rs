@@ -148,7 +148,7 @@ impl DecoderLayer {
         let act = (gate * gate_up.narrow(1, width, width)?)?;
         let hidden = (self.down.forward(&act)? + hidden)?;
         // A NaN or an infinity anywhere makes the sum of 0·x a NaN.
-        let probe = (hidden.to_dtype(DType::F32)? * 0.0)?.sum_all()?;
+        let probe = (hidden.to_dtype(DType::F32)? * 0.0)?.sum(1)?.sum_all()?;
         if probe.to_scalar::<f32>()?.is_nan() {
             return Err(self.not_finite());
         }

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use candle_core::quantized::{GgmlDType, ggml_file};
 use candle_core::{DType, Device, Tensor, WithDType};
 use half::slice::HalfFloatSliceExt;
+use half::vec::HalfBitsVecExt;
 use half::{bf16, f16};
 use memmap2::Mmap;
 use rayon::prelude::*;
@@ -16,7 +17,7 @@ use safetensors::{Dtype, SafeTensors};
 use sha2::{Digest, Sha256};
 
 use super::dense::finite;
-use crate::{Error, Result, files};
+use crate::{Error, Result, device, files};
 
 /// How numbers are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -217,15 +218,9 @@ impl Weights {
         device: &Device,
     ) -> Result<Tensor> {
         match dtype {
-            DType::F32 => self.stack_as(what, parts, device, |from, to: &mut [f32]| {
-                to.copy_from_slice(from);
-            }),
-            DType::BF16 => self.stack_as(what, parts, device, |from, to: &mut [bf16]| {
-                to.convert_from_f32_slice(from);
-            }),
-            DType::F16 => self.stack_as(what, parts, device, |from, to: &mut [f16]| {
-                to.convert_from_f32_slice(from);
-            }),
+            DType::F32 => self.stack_as::<f32>(what, parts, device),
+            DType::BF16 => self.stack_as::<bf16>(what, parts, device),
+            DType::F16 => self.stack_as::<f16>(what, parts, device),
             other => Err(Error::invalid(
                 "dtype",
                 format!("`{}` is not supported for activations", other.as_str()),
@@ -234,22 +229,22 @@ impl Weights {
         }
     }
 
-    fn stack_as<T: WithDType>(
+    fn stack_as<T: Number>(
         &self,
         what: &str,
         parts: &[(String, RowOrder)],
         device: &Device,
-        convert: impl Fn(&[f32], &mut [T]) + Sync,
     ) -> Result<Tensor> {
         let mut stored = Vec::new();
         for (name, order) in parts {
             let Some(tensor) = self.get(name) else {
                 return Err(Error::invalid(self.place(name), "missing"));
             };
+            self.fetch(tensor);
             stored.push((name, *order, tensor));
         }
         let elements: usize = stored.iter().map(|(.., t)| t.elements()).sum();
-        let mut all = vec![T::zero(); elements];
+        let mut all = T::zeros(elements);
         let mut rest = all.as_mut_slice();
         for &(name, order, tensor) in &stored {
             let (out, after) = rest.split_at_mut(tensor.elements());
@@ -263,27 +258,42 @@ impl Weights {
                     |decoded, (task, out)| {
                         for (i, out) in out.chunks_mut(row_elements).enumerate() {
                             let row = order.stored_row(task * rows_a_task + i);
-                            self.decode_row(name, tensor, row, decoded)?;
-                            if !finite(decoded) {
+                            let all_finite = if tensor.encoding == T::ENCODING {
+                                let bytes = self.row_bytes(tensor, row);
+                                bytemuck::cast_slice_mut(out).copy_from_slice(bytes);
+                                T::all_finite(out)
+                            } else {
+                                self.decode_row(name, tensor, row, decoded)?;
+                                T::convert(decoded, out);
+                                finite(decoded)
+                            };
+                            if !all_finite {
                                 return Err(Error::invalid(
                                     self.place(name),
                                     format!("{what} has a NaN or an infinity in row {row}"),
                                 ));
                             }
-                            convert(decoded, out);
                         }
                         Ok(())
                     },
                 )?;
             self.release(tensor);
         }
-        let tensor = match stored.first() {
+        match stored.first() {
             Some((.., Stored { shape, .. })) if shape.len() == 2 => {
-                Tensor::from_vec(all, (elements / shape[1], shape[1]), device)?
+                device::upload(all, (elements / shape[1], shape[1]), device)
             }
-            _ => Tensor::from_vec(all, elements, device)?,
-        };
-        Ok(tensor)
+            _ => device::upload(all, elements, device),
+        }
+    }
+
+    /// Has the system read a tensor ahead of the tasks, which each see a piece of it alone.
+    fn fetch(&self, tensor: &Stored) {
+        #[cfg(unix)]
+        {
+            let map = &self.files[tensor.file].1;
+            let _ = map.advise_range(memmap2::Advice::WillNeed, tensor.start, tensor.bytes);
+        }
     }
 
     /// Takes the pages of a tensor that was loaded out of this process's memory: it holds a layer, not the file.
@@ -324,11 +334,15 @@ impl Weights {
         Ok(out)
     }
 
+    fn row_bytes(&self, stored: &Stored, row: usize) -> &[u8] {
+        let row_bytes = stored.encoding.bytes(stored.row_elements());
+        let start = stored.start + row * row_bytes;
+        &self.files[stored.file].1[start..start + row_bytes]
+    }
+
     fn decode_row(&self, name: &str, stored: &Stored, row: usize, out: &mut [f32]) -> Result<()> {
         let columns = out.len();
-        let row_bytes = stored.encoding.bytes(columns);
-        let start = stored.start + row * row_bytes;
-        let bytes = &self.files[stored.file].1[start..start + row_bytes];
+        let bytes = self.row_bytes(stored, row);
         match stored.encoding {
             Encoding::F32 => {
                 for (out, bytes) in out.iter_mut().zip(bytes.as_chunks().0) {
@@ -417,6 +431,60 @@ impl Encoding {
     }
 }
 
+/// What activations and loaded weights are made of.
+trait Number: WithDType + bytemuck::Pod {
+    /// How files store just these numbers.
+    const ENCODING: Encoding;
+
+    /// Memory that the system zeroes as it is first written, by all threads.
+    fn zeros(n: usize) -> Vec<Self>;
+
+    fn convert(from: &[f32], to: &mut [Self]);
+
+    fn all_finite(values: &[Self]) -> bool;
+}
+
+impl Number for f32 {
+    const ENCODING: Encoding = Encoding::F32;
+
+    fn zeros(n: usize) -> Vec<Self> {
+        vec![0.0; n]
+    }
+
+    fn convert(from: &[f32], to: &mut [Self]) {
+        to.copy_from_slice(from);
+    }
+
+    fn all_finite(values: &[Self]) -> bool {
+        finite(values)
+    }
+}
+
+macro_rules! half_number {
+    ($number:ty, $encoding:ident, $infinity:expr) => {
+        impl Number for $number {
+            const ENCODING: Encoding = Encoding::$encoding;
+
+            fn zeros(n: usize) -> Vec<Self> {
+                vec![0u16; n].reinterpret_into()
+            }
+
+            fn convert(from: &[f32], to: &mut [Self]) {
+                to.convert_from_f32_slice(from);
+            }
+
+            fn all_finite(values: &[Self]) -> bool {
+                // The largest exponent marks NaN and infinity; signed 16-bit maxima are vectorised on any machine.
+                let exponents = values.iter().map(|x| (x.to_bits() & $infinity) as i16);
+                exponents.fold(0, i16::max) < $infinity
+            }
+        }
+    };
+}
+
+half_number!(bf16, Bf16, 0x7f80);
+half_number!(f16, F16, 0x7c00);
+
 /// Scales of a Float8 tensor, in the names of the Hugging Face format.
 pub(super) fn scale_name(name: &str) -> String {
     format!("{name}_scale_inv")
@@ -450,6 +518,15 @@ fn e4m3(byte: u8) -> f32 {
 #[allow(clippy::float_cmp)] // equal to the bit
 mod tests {
     use super::*;
+
+    #[test]
+    fn every_half_that_is_not_finite_is_seen() {
+        for bits in 0..=u16::MAX {
+            let (b, h) = (bf16::from_bits(bits), f16::from_bits(bits));
+            assert_eq!(Number::all_finite(&[bf16::ONE, b]), b.is_finite(), "{b}");
+            assert_eq!(Number::all_finite(&[f16::ONE, h]), h.is_finite(), "{h}");
+        }
+    }
 
     #[test]
     fn e4m3_is_candles() {

@@ -3,7 +3,7 @@
 
 use std::ops::{Deref, Range};
 
-use candle_core::{CpuStorage, DType, Storage, Tensor};
+use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
 use candle_nn::ops::softmax_last_dim;
 
 use super::Dims;
@@ -12,6 +12,16 @@ use crate::{Error, Result};
 /// Elements of a block's scores over all heads, where candle computes them.
 const BLOCK_SCORES: usize = 1 << 26;
 const BLOCK_TOKENS: usize = 256;
+
+/// Queries of a block in a prompt of `len` tokens.
+fn block_tokens(heads: usize, len: usize) -> usize {
+    (BLOCK_SCORES / (heads * len).max(1)).clamp(1, BLOCK_TOKENS)
+}
+
+/// Scores that stand in memory at once where candle computes them, in prompts of up to `len` tokens.
+pub(crate) fn block_scores(heads: usize, len: usize) -> usize {
+    heads * len * block_tokens(heads, len)
+}
 
 /// [`causal`](super::causal): o in the dtype and on the device of `q`, and the key weights (tokens, kv_heads) where
 /// asked for.
@@ -35,9 +45,28 @@ pub fn causal(
             out.key_weights,
         )
     } else {
-        by_candle(&q, &k, &v, None, dims, prompt_lens, key_weights)?
+        let (o, weights) = by_candle(&q, &k, &v, None, dims, prompt_lens, key_weights)?;
+        let weights = weights.map(|weights| weights.to_dtype(DType::F64)?.flatten_all()?.to_vec1());
+        (o, weights.transpose()?)
     };
     Ok((o.to_dtype(dtype)?, weights))
+}
+
+/// As [`causal`], by candle's operations on any device, so that nothing leaves it: o (tokens, heads, head_dim) and the
+/// key weights (tokens, kv_heads), both in f32.
+///
+/// # Errors
+/// Where shapes do not fit each other, or the device fails.
+pub fn causal_in_place(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    prompt_lens: &[usize],
+    key_weights: bool,
+) -> Result<(Tensor, Option<Tensor>)> {
+    let dims = dims(q, &[k, v], prompt_lens)?;
+    let [q, k, v] = floats([q, k, v])?;
+    by_candle(&q, &k, &v, None, dims, prompt_lens, key_weights)
 }
 
 /// [`windowed`](super::windowed): o in the dtype and on the device of `q`.
@@ -146,6 +175,7 @@ struct Hats<'a> {
 }
 
 /// The same in candle's operations: contiguous f32 tensors on any device, blocks of queries against all tokens before.
+/// Products are not rounded to TF32, and no order of summation depends on timing.
 fn by_candle(
     q: &Tensor,
     k: &Tensor,
@@ -154,16 +184,17 @@ fn by_candle(
     dims: Dims,
     prompt_lens: &[usize],
     key_weights: bool,
-) -> Result<(Tensor, Option<Vec<f64>>)> {
+) -> Result<(Tensor, Option<Tensor>)> {
     let Dims {
         heads,
         kv_heads,
         head_dim: d,
     } = dims;
     let group = dims.group();
+    let device = q.device();
     let scale = 1.0 / (d as f64).sqrt();
-    let mut weights = key_weights.then(|| vec![0.0; k.elem_count() / d]);
-    let mut outputs = Vec::new();
+    let never = Tensor::new(f32::NEG_INFINITY, device)?;
+    let (mut outputs, mut weights) = (Vec::new(), Vec::new());
     let mut prompt = 0;
     for &len in prompt_lens {
         // (kv_heads, tokens, d)
@@ -172,7 +203,8 @@ fn by_candle(
         let hats = hats
             .map(|hats| Ok::<_, Error>((of_prompt(hats.k)?, of_prompt(hats.v)?, hats)))
             .transpose()?;
-        let rows = (BLOCK_SCORES / (heads * len).max(1)).clamp(1, BLOCK_TOKENS);
+        let mut sums = Tensor::zeros((kv_heads, len), DType::F32, device)?;
+        let rows = block_tokens(heads, len);
         for start in (0..len).step_by(rows) {
             let end = (start + rows).min(len);
             let n = end - start;
@@ -180,17 +212,16 @@ fn by_candle(
                 .narrow(0, prompt + start, n)?
                 .reshape((n, kv_heads, group, d))?;
             let q = (q.permute((1, 2, 0, 3))?.reshape((kv_heads, group * n, d))? * scale)?;
-            let shape = (kv_heads, group, n, end);
+            let shape = (heads, n, end);
             let score = |k: &Tensor| q.matmul(&k.narrow(1, 0, end)?.t()?)?.reshape(shape);
-            // 1 where the query at start + row and the token at column meet so.
-            let mask = |meet: &dyn Fn(usize, usize) -> bool| {
-                let cells = (start..end).flat_map(|i| (0..end).map(move |j| (i, j)));
-                let mask: Vec<u8> = cells.map(|(i, j)| u8::from(meet(i, j))).collect();
-                Tensor::from_vec(mask, (n, end), q.device())?.broadcast_as(shape)
+            let apply = |p: &Tensor, v: &Tensor| {
+                p.reshape((kv_heads, group * n, end))?
+                    .matmul(&v.narrow(1, 0, end)?)
             };
+            let seen = Seen::new(start, end, device)?;
             let exact = hats
                 .as_ref()
-                .map(|(.., h)| mask(&|i, j| j < h.sink || j + h.recent > i))
+                .map(|(.., h)| seen.exact(h.sink, h.recent)?.broadcast_as(shape))
                 .transpose()?;
             let scores = match (&exact, &hats) {
                 (Some(exact), Some((k_hat, ..))) => {
@@ -198,12 +229,10 @@ fn by_candle(
                 }
                 _ => score(&k)?,
             };
-            let never = Tensor::new(f32::NEG_INFINITY, q.device())?.broadcast_as(shape)?;
-            let p = softmax_last_dim(&mask(&|i, j| j <= i)?.where_cond(&scores, &never)?)?;
-            let apply = |p: &Tensor, v: &Tensor| {
-                p.reshape((kv_heads, group * n, end))?
-                    .matmul(&v.narrow(1, 0, end)?.contiguous()?)
-            };
+            let causal = seen.causal()?.broadcast_as(shape)?;
+            let scores = causal.where_cond(&scores, &never.broadcast_as(shape)?)?;
+            let p = softmax_last_dim(&scores)?;
+            drop(scores);
             let o = match (&exact, &hats) {
                 (Some(exact), Some((_, v_hat, _))) => {
                     let zero = p.zeros_like()?;
@@ -214,31 +243,63 @@ fn by_candle(
             };
             let o = o.reshape((kv_heads, group, n, d))?.permute((2, 0, 1, 3))?;
             outputs.push(o.reshape((n, heads, d))?);
-            if let Some(weights) = &mut weights {
-                let sums = p.sqr()?.sum((1, 2))?.t()?.to_vec2::<f32>()?;
-                for (sum, weight) in weights[prompt * kv_heads..]
-                    .iter_mut()
-                    .zip(sums.iter().flatten())
-                {
-                    *sum += f64::from(*weight);
-                }
+            if key_weights {
+                // A product with ones adds up columns without reading them with a stride.
+                let ones = Tensor::ones((kv_heads, 1, group * n), DType::F32, device)?;
+                let squares = p.sqr()?.reshape((kv_heads, group * n, end))?;
+                let block = ones.matmul(&squares)?.squeeze(1)?;
+                sums = (sums + block.pad_with_zeros(1, 0, len - end)?)?;
             }
         }
+        weights.push(sums.t()?);
         prompt += len;
     }
-    let o = if outputs.is_empty() {
-        q.clone()
-    } else {
-        Tensor::cat(&outputs, 0)?
-    };
-    Ok((o, weights))
+    if outputs.is_empty() {
+        let none = Tensor::zeros((0, kv_heads), DType::F32, device)?;
+        return Ok((q.clone(), key_weights.then_some(none)));
+    }
+    let weights = key_weights.then(|| Tensor::cat(&weights, 0)).transpose()?;
+    Ok((Tensor::cat(&outputs, 0)?, weights))
+}
+
+/// Which tokens the queries of a block see; masks are (queries, tokens), 1 where they do.
+struct Seen {
+    /// (queries, 1)
+    queries: Tensor,
+    end: usize,
+}
+
+impl Seen {
+    fn new(start: usize, end: usize, device: &Device) -> candle_core::Result<Self> {
+        Ok(Self {
+            queries: Tensor::arange(start as u32, end as u32, device)?.unsqueeze(1)?,
+            end,
+        })
+    }
+
+    /// (1, tokens) of numbers from `first` on.
+    fn tokens(&self, first: usize) -> candle_core::Result<Tensor> {
+        let (first, n) = (first as u32, self.end as u32);
+        Tensor::arange(first, first + n, self.queries.device())?.unsqueeze(0)
+    }
+
+    fn causal(&self) -> candle_core::Result<Tensor> {
+        self.tokens(0)?.broadcast_le(&self.queries)
+    }
+
+    /// In the windows: among the first `sink` tokens or the latest `recent`.
+    fn exact(&self, sink: usize, recent: usize) -> candle_core::Result<Tensor> {
+        // Windows beyond the prompt are as long as it.
+        let (sink, recent) = (sink.min(self.end), recent.min(self.end));
+        let sinks = self.tokens(0)?.lt(sink as u32)?;
+        let latest = self.tokens(recent)?.broadcast_gt(&self.queries)?;
+        sinks.broadcast_maximum(&latest)
+    }
 }
 
 #[cfg(test)]
 #[allow(clippy::float_cmp)]
 mod tests {
-    use candle_core::Device;
-
     use super::*;
     use crate::kv::attention::random;
 
@@ -271,7 +332,9 @@ mod tests {
         let (o, weights) = causal(&q, &k, &v, &prompt_lens, true).unwrap();
         let (other, other_weights) = by_candle(&q, &k, &v, None, dims, &prompt_lens, true).unwrap();
         assert!(apart(&o, &other) < 1e-5);
-        for (a, b) in weights.unwrap().iter().zip(other_weights.unwrap()) {
+        let other_weights = other_weights.unwrap().flatten_all().unwrap();
+        let other_weights = other_weights.to_vec1::<f32>().unwrap().into_iter();
+        for (a, b) in weights.unwrap().iter().zip(other_weights.map(f64::from)) {
             assert!((a - b).abs() < 1e-5 * b.max(1.0));
         }
         for (sink, recent) in [(4, 16), (0, 0), (500, 1), (0, 500)] {
