@@ -1,6 +1,13 @@
 //! Timing of our CUDA kernels: device events, a cold L2, medians, and the copy bandwidth of the same run beside them.
 #![allow(unsafe_code)]
 
+mod decode;
+mod demote;
+mod random;
+
+pub use decode::{DecodeShape, DecodeTimes, decode};
+pub use demote::{DemoteShape, DemoteTimes, demote};
+
 use candle_core::CudaDevice;
 use candle_core::cuda_backend::cudarc::driver::{
     CudaFunction, CudaSlice, CudaStream, DriverError, LaunchConfig, PushKernelArg, sys,

@@ -69,9 +69,13 @@ impl PageLayout {
         PAGE_TOKENS * 4 * self.head_dim
     }
 
-    /// Tokens of a part of an [`Arrangement::Mma`] page that is complete in itself: what a warp takes at once.
-    fn part_tokens(&self) -> usize {
-        if self.head_dim > 128 { 32 } else { 64 }
+    /// Tokens of a part that is complete in itself, codes before scales: what a warp takes at once.
+    pub(crate) fn part_tokens(&self) -> usize {
+        if self.arrangement == Arrangement::Mma && self.head_dim > 128 {
+            32
+        } else {
+            PAGE_TOKENS
+        }
     }
 
     /// Of an INT2 page: the byte of a code, and how far it is to be shifted right there.
