@@ -70,7 +70,11 @@ impl GpuArgs {
         self.repeats.max(1)
     }
 
-    fn print(&self, result: &impl serde::Serialize, text: impl FnOnce() -> String) -> Result<Outcome> {
+    fn print(
+        &self,
+        result: &impl serde::Serialize,
+        text: impl FnOnce() -> String,
+    ) -> Result<Outcome> {
         match self.format {
             Format::Json => print_json(result)?,
             Format::Text => print(&text())?,
