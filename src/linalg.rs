@@ -1,5 +1,6 @@
 //! Row-major dense matrices handed to the `gemm` crate.
 
+use pulp::Simd;
 use rayon::prelude::*;
 
 /// Which operand of [`matmul`] is read transposed.
@@ -100,6 +101,38 @@ pub fn matmul<T: Copy + 'static>(
             false,
             gemm::Parallelism::None,
         );
+    }
+}
+
+/// out (R, n, `out_stride` between rows) = a (R, width) · b (n, width)ᵀ for a handful of rows, which read every row of b
+/// from memory once. For a caller that `pulp` has dispatched.
+#[inline(always)]
+pub(crate) fn few_rows<S: Simd, const R: usize>(
+    simd: S,
+    a: &[f32],
+    b: &[f32],
+    width: usize,
+    out: &mut [f32],
+    out_stride: usize,
+) {
+    let a: [&[f32]; R] = std::array::from_fn(|r| &a[r * width..(r + 1) * width]);
+    let vectors: [&[S::f32s]; R] = std::array::from_fn(|r| S::as_simd_f32s(a[r]).0);
+    for (n, b) in b.chunks_exact(width).enumerate() {
+        let (b_vectors, b_rest) = S::as_simd_f32s(b);
+        let first_rest = width - b_rest.len();
+        let mut sums = [simd.splat_f32s(0.0); R];
+        for (c, &b) in b_vectors.iter().enumerate() {
+            for (sum, a) in sums.iter_mut().zip(&vectors) {
+                *sum = simd.mul_add_e_f32s(a[c], b, *sum);
+            }
+        }
+        for (r, sum) in sums.into_iter().enumerate() {
+            let mut sum = simd.reduce_sum_f32s(sum);
+            for (a, b) in a[r][first_rest..].iter().zip(b_rest) {
+                sum += a * b;
+            }
+            out[r * out_stride + n] = sum;
+        }
     }
 }
 

@@ -54,6 +54,21 @@ impl Transform {
         &self.codec
     }
 
+    /// (d, d) in x' = (x − mean) · encode.
+    pub fn encode(&self) -> &[f32] {
+        &self.encode
+    }
+
+    /// (d, d) in x = x' · back + mean.
+    pub fn back(&self) -> &[f32] {
+        &self.back
+    }
+
+    /// (d); `None`: not centered.
+    pub fn mean(&self) -> Option<&[f32]> {
+        self.mean.as_deref()
+    }
+
     /// The same transform with other rounding.
     #[must_use]
     pub fn with_codec(self, codec: Codec<f32>) -> Self {
@@ -62,27 +77,33 @@ impl Transform {
 
     /// (x − mean) · encode of rows (n, d).
     pub fn forward(&self, rows: &[f32]) -> Vec<f32> {
+        let d = self.codec.head_dim;
         match &self.mean {
-            None => product(rows, &self.encode, self.codec.head_dim),
+            None => product(Op::Nn, rows, &self.encode, d),
             Some(mean) => {
                 let mut centered = rows.to_vec();
                 for row in centered.chunks_exact_mut(mean.len()) {
                     row.iter_mut().zip(mean).for_each(|(x, m)| *x -= m);
                 }
-                product(&centered, &self.encode, self.codec.head_dim)
+                product(Op::Nn, &centered, &self.encode, d)
             }
         }
     }
 
     /// x' · back + mean of encoded rows (n, d).
     pub fn backward(&self, rows: &[f32]) -> Vec<f32> {
-        let mut out = product(rows, &self.back, self.codec.head_dim);
+        let mut out = product(Op::Nn, rows, &self.back, self.codec.head_dim);
         if let Some(mean) = &self.mean {
             for row in out.chunks_exact_mut(mean.len()) {
                 row.iter_mut().zip(mean).for_each(|(x, m)| *x += m);
             }
         }
         out
+    }
+
+    /// q · backᵀ of queries (n, d), whose products with encoded keys are those of the queries with the keys.
+    pub fn query(&self, rows: &[f32]) -> Vec<f32> {
+        product(Op::Nt, rows, &self.back, self.codec.head_dim)
     }
 
     /// Rows (n, d) as attention reads them from the cache: through codes packed four to a byte, where they fit two
@@ -101,11 +122,11 @@ impl Transform {
     }
 }
 
-fn product(rows: &[f32], matrix: &[f32], d: usize) -> Vec<f32> {
+fn product(op: Op, rows: &[f32], matrix: &[f32], d: usize) -> Vec<f32> {
     let n = rows.len() / d;
     let mut out = vec![0.0; n * d];
     let rows = View::contiguous(&rows[..n * d], n, d);
     let matrix = View::contiguous(matrix, d, d);
-    matmul(Op::Nn, rows, matrix, &mut out, d, false, 1.0, 0.0);
+    matmul(op, rows, matrix, &mut out, d, false, 1.0, 0.0);
     out
 }

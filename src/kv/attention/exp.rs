@@ -30,7 +30,7 @@ pub(crate) fn exp2(x: f32) -> f32 {
 
 /// The largest of `row` and `start`; NaN is skipped.
 #[inline(always)]
-pub(super) fn max(row: &[f32], start: f32) -> f32 {
+pub(crate) fn max(row: &[f32], start: f32) -> f32 {
     let larger = |a: f32, b: f32| if b > a { b } else { a };
     let mut lanes = [start; LANES];
     let chunks = row.chunks_exact(LANES);
@@ -45,7 +45,7 @@ pub(super) fn max(row: &[f32], start: f32) -> f32 {
 
 /// Replaces every x by 2^(x − `shift`) and returns their sum.
 #[inline(always)]
-pub(super) fn exp2_sum(row: &mut [f32], shift: f32) -> f32 {
+pub(crate) fn exp2_sum(row: &mut [f32], shift: f32) -> f32 {
     let mut lanes = [0.0; LANES];
     let mut chunks = row.chunks_exact_mut(LANES);
     for chunk in &mut chunks {
