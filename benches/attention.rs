@@ -50,6 +50,7 @@ fn layers(c: &mut Criterion) {
                     &[tokens],
                     64,
                     256,
+                    1,
                 )
             });
         });

@@ -81,6 +81,7 @@ pub mod kv;
 pub mod model;
 pub mod quant;
 pub mod rotation;
+pub mod serve;
 pub mod zoo;
 
 mod error;

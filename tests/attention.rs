@@ -99,7 +99,7 @@ fn outputs_are_those_of_the_reference() {
                 v_hat[at] = v[t * d + i] as f32;
             }
         }
-        let o = windowed(&q, &k, &v, &k_hat, &v_hat, dims, &[tokens], sink, recent).unwrap();
+        let o = windowed(&q, &k, &v, &k_hat, &v_hat, dims, &[tokens], sink, recent, 1).unwrap();
         assert_close(case, &o, &golden.f32("o_int2"));
     }
 }

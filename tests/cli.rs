@@ -17,6 +17,7 @@ const COMMANDS: [&str; 9] = [
     "collect",
     "fit",
     "validate",
+    "generate",
     "inspect",
     "verify",
     "bench",
@@ -575,4 +576,54 @@ fn a_closed_pipe_is_success() {
         (child.wait().unwrap().code(), message.as_str()),
         (Some(0), "")
     );
+}
+
+#[test]
+fn generate_streams_text_and_tells_scripts_the_rest() {
+    let toy = Toy::new();
+    let model = str(&toy.model);
+    let base = [
+        "generate", "--model", model, "--kv", "bf16", "--prompt", "12345", "-n", "9",
+    ];
+    let streamed = fine(&base);
+    let json: Value =
+        serde_json::from_str(&fine(&[&base[..], &["--format", "json"]].concat())).unwrap();
+    let run = &json["runs"][0];
+    assert_eq!(format!("{}\n", run["text"].as_str().unwrap()), streamed);
+    assert_eq!(
+        (&json["prompt_tokens"], &run["kv"]),
+        (&json!(5), &json!("bf16"))
+    );
+    assert!(run["cache_bytes"].as_u64() > Some(0));
+
+    let chat = toy.at("chat.json");
+    fs::write(&chat, r#"[{"role": "user", "content": "12"}]"#).unwrap();
+    let with = |arguments: &[&str]| refused(&[&["generate", "--model", model], arguments].concat());
+    for (arguments, problem) in [
+        (&["--prompt", "1"][..], "--zoo"),
+        (&["--kv", "bf16", "--prompt", ""], "holds no token"),
+        (
+            &["--kv", "bf16", "--messages", str(&chat)],
+            "no chat template",
+        ),
+        (
+            &["--kv", "bf16", "--prompt", "1", "--kv-memory", "1KiB"],
+            "--kv-memory",
+        ),
+        (
+            &["--kv", "bf16", "--prompt", "1", "--temperature=-1"],
+            "--temperature",
+        ),
+        (
+            &["--kv", "bf16", "--prompt", "1", "--top-k", "3"],
+            "--temperature",
+        ),
+        (
+            &["--kv", "bf16", "--prompt", "1", "--recent", "100"],
+            "multiples of 64",
+        ),
+    ] {
+        let message = with(arguments);
+        assert!(message.contains(problem), "{arguments:?}: {message}");
+    }
 }

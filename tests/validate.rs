@@ -1,5 +1,7 @@
 //! Promise: `validate` measures what a cache of few bits does to a model's answers, on any model it can run.
 
+mod pool_entry;
+
 use std::collections::HashMap;
 use std::path::Path;
 
@@ -126,6 +128,7 @@ fn corpus(seed: u64, sequences: usize, seq_len: usize) -> Corpus {
 const OPTIONS: EvalOptions = EvalOptions {
     sink: 4,
     recent: 16,
+    demote_tokens: 1,
     probe_queries: 8,
     entry_sha256: None,
 };
@@ -156,6 +159,7 @@ fn grid(name: &str, step: f32) -> EvalMethod {
     EvalMethod {
         name: name.to_owned(),
         cache: Box::new(Grid { step }),
+        real: None,
     }
 }
 
@@ -191,6 +195,7 @@ impl Attention for Twin {
             prompt_lens,
             sink,
             recent,
+            1,
         );
         Ok(Tensor::from_vec(o, q.shape(), &Device::Cpu)?)
     }
@@ -303,6 +308,7 @@ fn a_cache_that_loses_nothing_changes_nothing() {
     let exact = EvalMethod {
         name: "exact".to_owned(),
         cache: Box::new(Exact),
+        real: None,
     };
     let report = run(&model, &corpus(2, 1, 200), &[exact]).unwrap();
     let score = &report.methods[0];
@@ -372,4 +378,47 @@ fn large_key_biases_are_survived() {
     let [ours, oscar] = [0, 1].map(|i| report.methods[i].kl);
     assert!(oscar > 0.5, "the case must be hard: {oscar}");
     assert!(ours < 0.15 * oscar, "{ours} of {oscar}");
+}
+
+/// Keys and values on pages, token by token, give what the simulation of the same rule predicts.
+#[test]
+fn the_real_cache_and_its_simulation_agree() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = checkpoint(folder.path(), 1.0);
+    let dims = Dims::new(HEADS, KV_HEADS, HEAD_DIM).unwrap();
+    let entry = pool_entry::entry(LAYERS, dims, HEAD_DIM, 3);
+    let options = EvalOptions {
+        sink: 64,
+        recent: 128,
+        demote_tokens: 64,
+        ..OPTIONS
+    };
+    let methods = [
+        EvalMethod::real("real", &entry).unwrap(),
+        EvalMethod::paged("simulated", &entry).unwrap(),
+    ];
+    let corpus = corpus(4, 8, 470);
+    let report = validate(&model, &corpus, &methods, &options, &mut |_| ()).unwrap();
+    let [real, simulated] = [0, 1].map(|i| &report.methods[i]);
+    assert!(
+        simulated.kl > 0.01,
+        "the case must be hard: {}",
+        simulated.kl
+    );
+    assert!(
+        (real.kl / simulated.kl - 1.0).abs() < 0.01,
+        "{} {}",
+        real.kl,
+        simulated.kl
+    );
+    assert!((real.perplexity / simulated.perplexity - 1.0).abs() < 0.01);
+    assert_eq!(
+        report.layers[0].methods.len(),
+        1,
+        "only simulations are asked layer by layer"
+    );
+
+    let windows = EvalOptions { sink: 4, ..options };
+    let refused = validate(&model, &corpus, &methods, &windows, &mut |_| ()).unwrap_err();
+    assert!(refused.to_string().contains("whole pages"), "{refused}");
 }

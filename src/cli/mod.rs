@@ -7,6 +7,7 @@ mod collect;
 mod common;
 mod devices;
 mod fit;
+mod generate;
 mod inspect;
 mod progress;
 mod shell;
@@ -45,6 +46,7 @@ enum Command {
     Collect(collect::Args),
     Fit(fit::Args),
     Validate(validate::Args),
+    Generate(generate::Args),
     Inspect(inspect::Args),
     Verify(verify::Args),
     Devices(devices::Args),
@@ -84,6 +86,7 @@ pub fn run(cli: &Cli) -> Result<Outcome> {
         Command::Collect(args) => collect::run(args),
         Command::Fit(args) => fit::run(args),
         Command::Validate(args) => validate::run(args),
+        Command::Generate(args) => generate::run(args),
         Command::Inspect(args) => inspect::run(args),
         Command::Verify(args) => verify::run(args),
         Command::Devices(args) => devices::run(args),

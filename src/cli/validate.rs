@@ -10,6 +10,7 @@ use super::{Outcome, against};
 use crate::calib::Moments;
 use crate::data::Tokenizer;
 use crate::eval::{EvalMethod, EvalOptions, KlRatio, Thresholds, check_entry, validate};
+use crate::kv::page::PAGE_TOKENS;
 use crate::zoo::Entry;
 
 /// Measure what a 2-bit cache with an entry costs: KL, perplexity and top-1 agreement against full precision.
@@ -40,6 +41,10 @@ pub struct Args {
     /// Moments file that `--against oscar` is fitted from; the one beside the entry where not given
     #[arg(long, value_name = "FILE", help_heading = "Comparison")]
     moments: Option<PathBuf>,
+
+    /// Where keys and values lie: simulated beside the exact ones, or in the cache that serves, token by token
+    #[arg(long, value_enum, default_value_t, help_heading = "Comparison")]
+    cache: CacheArg,
 
     /// Tokens at the start of a sequence kept in full precision; the entry's own where not given
     #[arg(long, value_name = "TOKENS", help_heading = "Windows")]
@@ -74,6 +79,15 @@ pub struct Args {
     format: Format,
 }
 
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+enum CacheArg {
+    /// Attention reads exact and decoded tokens: quick, and any codec
+    #[default]
+    Simulated,
+    /// The pages that `oscar generate` runs on, and the simulation by the same rule beside it
+    Real,
+}
+
 pub fn run(args: &Args) -> Result<Outcome> {
     let thresholds = Thresholds {
         max_kl: args.max_kl,
@@ -89,7 +103,13 @@ pub fn run(args: &Args) -> Result<Outcome> {
     }
     let subject = entry.metadata.method.as_str();
     let moments = moments(args)?;
-    let mut methods = vec![EvalMethod::from_entry(subject, &entry)?];
+    let mut methods = match args.cache {
+        CacheArg::Simulated => vec![EvalMethod::from_entry(subject, &entry)?],
+        CacheArg::Real => vec![
+            EvalMethod::real(subject, &entry)?,
+            EvalMethod::paged(format!("{subject}-simulated"), &entry)?,
+        ],
+    };
     for name in &args.against {
         methods.extend(against::methods(name, &model, moments.as_ref())?);
     }
@@ -102,6 +122,10 @@ pub fn run(args: &Args) -> Result<Outcome> {
     let options = EvalOptions {
         sink: args.sink.unwrap_or(entry.metadata.windows.sink_tokens),
         recent: args.recent.unwrap_or(entry.metadata.windows.recent_tokens),
+        demote_tokens: match args.cache {
+            CacheArg::Simulated => 1,
+            CacheArg::Real => PAGE_TOKENS,
+        },
         entry_sha256: Some(entry.metadata.content_sha256.clone()),
         ..EvalOptions::default()
     };

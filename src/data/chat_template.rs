@@ -123,6 +123,29 @@ impl ChatTemplate {
     /// # Errors
     /// Whatever the template raises, and one that runs for too long.
     pub fn render(&self, place: &str, messages: &Value, tools: &Value) -> Result<String> {
+        self.run(place, messages, tools, false)
+    }
+
+    /// [`Self::render`], and after it the beginning of an answer.
+    ///
+    /// # Errors
+    /// As [`Self::render`].
+    pub fn render_for_answer(
+        &self,
+        place: &str,
+        messages: &Value,
+        tools: &Value,
+    ) -> Result<String> {
+        self.run(place, messages, tools, true)
+    }
+
+    fn run(
+        &self,
+        place: &str,
+        messages: &Value,
+        tools: &Value,
+        add_generation_prompt: bool,
+    ) -> Result<String> {
         if let Some(problem) = &self.broken {
             return Err(Error::invalid(&self.origin, problem)
                 .hint("give a template with `--chat-template`"));
@@ -136,7 +159,7 @@ impl ChatTemplate {
                 template.render(context! {
                     messages, tools,
                     documents => (),
-                    add_generation_prompt => false,
+                    add_generation_prompt,
                     bos_token => token(bos),
                     eos_token => token(eos),
                     unk_token => token(unk),

@@ -22,4 +22,4 @@ pub use pack::{
     windows,
 };
 pub use prompts::Prompt;
-pub use tokenizer::Tokenizer;
+pub use tokenizer::{TokenStream, Tokenizer};

@@ -242,6 +242,53 @@ fn from_record(
     }))
 }
 
+/// The conversation of a `.json` file, a list of messages or an object with `messages` and perhaps `tools`, rendered up
+/// to where the model's answer begins.
+///
+/// # Errors
+/// Malformed JSON, no messages, no template; what the template raises.
+pub fn read_conversation(path: &Path, template: Option<&ChatTemplate>) -> Result<Prompt> {
+    let place = path.display().to_string();
+    let value: Value = serde_json::from_str(&read_text(path)?)
+        .map_err(|e| Error::invalid(&place, format!("malformed JSON: {e}")))?;
+    let field = |name: &str| value.get_attr(name).unwrap_or_default();
+    let (messages, tools) = match value.kind() {
+        ValueKind::Map => (field("messages"), field("tools")),
+        _ => (value, Value::UNDEFINED),
+    };
+    conversation(place, &messages, &tools, template)
+}
+
+/// `text` as a user's message, rendered up to where the model's answer begins.
+///
+/// # Errors
+/// No template; what the template raises.
+pub fn ask(text: &str, template: Option<&ChatTemplate>) -> Result<Prompt> {
+    let message = minijinja::context! { role => "user", content => text };
+    let messages = Value::from(vec![message]);
+    conversation("prompt".to_owned(), &messages, &Value::UNDEFINED, template)
+}
+
+fn conversation(
+    place: String,
+    messages: &Value,
+    tools: &Value,
+    template: Option<&ChatTemplate>,
+) -> Result<Prompt> {
+    check_messages(&place, messages)?;
+    let template = template.ok_or_else(|| {
+        Error::invalid(&place, "the model has no chat template")
+            .hint("give a template with `--chat-template`, or a plain text with `--prompt`")
+    })?;
+    let none = Value::from(());
+    let tools = if tools.is_undefined() { &none } else { tools };
+    Ok(Prompt {
+        text: template.render_for_answer(&place, messages, tools)?,
+        place,
+        templated: true,
+    })
+}
+
 /// `messages` is a list of objects that each name their `role`.
 fn check_messages(place: &str, messages: &Value) -> Result<()> {
     if messages.kind() != ValueKind::Seq || messages.len() == Some(0) {

@@ -5,6 +5,10 @@ use std::path::Path;
 
 use candle_core::quantized::gguf_file::Value;
 use rayon::prelude::*;
+use tokenizers::{
+    DecodeStream, DecoderWrapper, ModelWrapper, NormalizerWrapper, PostProcessorWrapper,
+    PreTokenizerWrapper,
+};
 
 use super::gguf_tokenizer;
 use super::guard::quietly;
@@ -209,6 +213,20 @@ impl Tokenizer {
             .map_err(|e| Error::invalid(&self.origin, format!("cannot decode: {e}")))
     }
 
+    /// Turns token ids into text as they come, special tokens left out.
+    pub fn stream(&self) -> TokenStream<'_> {
+        TokenStream {
+            tokenizer: self,
+            inner: self.inner.decode_stream(true),
+            pending: Vec::new(),
+        }
+    }
+
+    /// The end-of-sequence token.
+    pub fn eos(&self) -> Option<u32> {
+        self.inner.token_to_id(self.specials.eos.as_ref()?)
+    }
+
     /// Of `tokenizer.json`, or of its rebuilding from a GGUF file.
     pub fn sha256(&self) -> &str {
         &self.sha256
@@ -225,6 +243,48 @@ impl Tokenizer {
             .into_iter()
             .flatten()
             .find_map(|token| self.inner.token_to_id(token))
+    }
+}
+
+/// Text of token ids that come one by one. A token may hold but a part of a character, which is told once it is whole.
+pub struct TokenStream<'a> {
+    tokenizer: &'a Tokenizer,
+    inner: DecodeStream<
+        'a,
+        ModelWrapper,
+        NormalizerWrapper,
+        PreTokenizerWrapper,
+        PostProcessorWrapper,
+        DecoderWrapper,
+    >,
+    /// Told in no text yet.
+    pending: Vec<u32>,
+}
+
+impl TokenStream<'_> {
+    /// The text that `token_id` completes, empty where it completes none.
+    ///
+    /// # Errors
+    /// A tokenizer whose text of tokens depends on later ones.
+    pub fn push(&mut self, token_id: u32) -> Result<String> {
+        self.pending.push(token_id);
+        let text = self
+            .inner
+            .step(token_id)
+            .map_err(|e| Error::invalid(&self.tokenizer.origin, format!("cannot decode: {e}")))?;
+        if text.is_some() {
+            self.pending.clear();
+        }
+        Ok(text.unwrap_or_default())
+    }
+
+    /// What is left at the end: characters that lack a part appear as `\u{fffd}`.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::decode`].
+    pub fn finish(self) -> Result<String> {
+        let text = self.tokenizer.inner.decode(&self.pending, true);
+        text.map_err(|e| Error::invalid(&self.tokenizer.origin, format!("cannot decode: {e}")))
     }
 }
 

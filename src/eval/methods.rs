@@ -1,13 +1,15 @@
 //! What is evaluated: ways of storing a cache in few bits.
 
-use std::collections::BTreeMap;
+use std::sync::Arc;
 
+use half::bf16;
 use nalgebra::DMatrix;
 
+use crate::kv::pool::Transforms;
 use crate::model::Model;
 use crate::quant::{self, Codec, kivi, turboquant};
 use crate::rotation::{Transform, hadamard};
-use crate::zoo::{self, Entry, Layer, Quantizer};
+use crate::zoo::Entry;
 use crate::{Error, Result};
 
 pub use crate::zoo::SideName as Side;
@@ -27,6 +29,8 @@ pub trait Cache: Send + Sync {
 pub struct EvalMethod {
     pub name: String,
     pub cache: Box<dyn Cache>,
+    /// Where the method runs in the cache that serves, and not in a simulation of it.
+    pub real: Option<Arc<Transforms>>,
 }
 
 impl std::fmt::Debug for EvalMethod {
@@ -43,7 +47,36 @@ impl EvalMethod {
     pub fn from_entry(name: impl Into<String>, entry: &Entry) -> Result<Self> {
         Ok(Self {
             name: name.into(),
-            cache: Box::new(Served::new(entry)?),
+            cache: Box::new(Served {
+                transforms: Transforms::new(entry)?,
+                through_bf16: false,
+            }),
+            real: None,
+        })
+    }
+
+    /// The same, rounding as the pages that serve do: to bf16 before tokens become codes.
+    ///
+    /// # Errors
+    /// As [`Self::from_entry`].
+    pub fn paged(name: impl Into<String>, entry: &Entry) -> Result<Self> {
+        Ok(Self {
+            cache: Box::new(Served {
+                transforms: Transforms::new(entry)?,
+                through_bf16: true,
+            }),
+            ..Self::from_entry(name, entry)?
+        })
+    }
+
+    /// A zoo entry in the cache that serves: the model runs token by token on its pages.
+    ///
+    /// # Errors
+    /// As [`Self::from_entry`].
+    pub fn real(name: impl Into<String>, entry: &Entry) -> Result<Self> {
+        Ok(Self {
+            real: Some(Arc::new(Transforms::new(entry)?)),
+            ..Self::from_entry(name, entry)?
         })
     }
 
@@ -79,6 +112,7 @@ impl EvalMethod {
         Ok(Self {
             name: name.to_owned(),
             cache: Box::new(Everywhere(Transform::new(encode, back, None, codec)?)),
+            real: None,
         })
     }
 
@@ -87,6 +121,7 @@ impl EvalMethod {
         Self {
             name: "kivi".to_owned(),
             cache: Box::new(Kivi { head_dim }),
+            real: None,
         }
     }
 
@@ -102,62 +137,15 @@ impl EvalMethod {
                 bits,
                 codec: turboquant::TurboQuant::new(head_dim, bits, 0)?,
             }),
+            real: None,
         })
     }
 }
 
 struct Served {
-    bits: u32,
-    group: usize,
-    /// By layer, then KV head: of keys and of values.
-    layers: BTreeMap<usize, Vec<[Transform; 2]>>,
-}
-
-impl Served {
-    fn new(entry: &Entry) -> Result<Self> {
-        let Quantizer {
-            bits, group, codec, ..
-        } = &entry.metadata.quantizer;
-        if codec != "uniform" || !(1..=8).contains(bits) {
-            return Err(Error::invalid(
-                format!("entry of `{}`", entry.metadata.model.id),
-                format!("this version knows no codec `{codec}` of {bits} bits"),
-            ));
-        }
-        let layer = |(&index, layer): (&usize, &Layer)| {
-            let kv_heads = entry.metadata.model.kv_heads.get(index);
-            let heads = (0..kv_heads.copied().unwrap_or(0))
-                .map(|head| {
-                    let transform = |side: Side, part: &zoo::Side| {
-                        let place = || format!("layer {index} {side}, KV head {head}");
-                        let part = part
-                            .for_head(head)
-                            .ok_or_else(|| Error::invalid(place(), "has no transform"))?;
-                        let codec = Codec {
-                            head_dim: layer.head_dim,
-                            levels: 1 << bits,
-                            group: *group,
-                            clip: f64::from(part.clip),
-                            feedback: part.feedback.map(<[f32]>::to_vec),
-                        };
-                        Transform::new(
-                            part.encode.to_vec(),
-                            part.back(side, layer.head_dim),
-                            part.mean.map(<[f32]>::to_vec),
-                            codec,
-                        )
-                    };
-                    Ok([transform(Side::K, &layer.k)?, transform(Side::V, &layer.v)?])
-                })
-                .collect::<Result<_>>()?;
-            Ok((index, heads))
-        };
-        Ok(Self {
-            bits: *bits,
-            group: *group,
-            layers: entry.layers.iter().map(layer).collect::<Result<_>>()?,
-        })
-    }
+    transforms: Transforms,
+    /// Whether encoded rows are rounded to bf16 before they become codes, as in the pages that serve.
+    through_bf16: bool,
 }
 
 /// One transform for all layers, heads and sides.
@@ -182,30 +170,26 @@ impl Cache for Served {
         side: Side,
         rows: &[f32],
     ) -> Result<Vec<f32>> {
-        let [k, v] = self
-            .layers
-            .get(&layer)
-            .and_then(|heads| heads.get(kv_head))
-            .ok_or_else(|| {
-                Error::invalid(
-                    format!("layer {layer}, KV head {kv_head}"),
-                    "the entry has no transform for it",
-                )
-            })?;
-        match side {
-            Side::K => k.roundtrip(rows),
-            Side::V => v.roundtrip(rows),
+        let [k, v] = self.transforms.layer(layer).get(kv_head).ok_or_else(|| {
+            Error::invalid(
+                format!("layer {layer}, KV head {kv_head}"),
+                "the entry has no transform for it",
+            )
+        })?;
+        let transform = if side == Side::K { k } else { v };
+        if !self.through_bf16 {
+            return transform.roundtrip(rows);
         }
+        let mut encoded = transform.forward(rows);
+        for x in &mut encoded {
+            *x = bf16::from_f32(*x).to_f32();
+        }
+        Ok(transform.backward(&transform.codec().roundtrip(&encoded)?))
     }
 
     fn bits_per_element(&self, context_tokens: usize, sink: usize, recent: usize) -> f64 {
-        quant::bits_per_element(
-            f64::from(self.bits),
-            self.group,
-            context_tokens,
-            sink,
-            recent,
-        )
+        let (bits, group) = (f64::from(self.transforms.bits()), self.transforms.group());
+        quant::bits_per_element(bits, group, context_tokens, sink, recent)
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod methods;
 pub mod metrics;
+mod real;
 mod report;
 mod simulate;
 mod thresholds;

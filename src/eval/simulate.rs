@@ -49,12 +49,22 @@ impl<'a> Heads<'a> {
     }
 
     /// Keys and values as `cache` gives them back; tokens that no query reads from it are exact.
-    fn read_back(&self, cache: &dyn Cache, windows: Windows) -> Result<(Vec<f32>, Vec<f32>)> {
+    fn read_back(
+        &self,
+        cache: &dyn Cache,
+        windows: Windows,
+        demote_tokens: usize,
+    ) -> Result<(Vec<f32>, Vec<f32>)> {
         let (kv_heads, d) = (self.dims.kv_heads, self.dims.head_dim);
         let mut tasks = Vec::new();
         for prompt in self.prompts() {
-            let history = prompt.start + windows.sink_tokens
-                ..prompt.end.saturating_sub(windows.recent_tokens);
+            let Windows {
+                sink_tokens: sink,
+                recent_tokens: recent,
+            } = windows;
+            let last = prompt.len().saturating_sub(1);
+            let history = attention::history(last, sink, recent, demote_tokens);
+            let history = prompt.start + history.start..prompt.start + history.end;
             if !history.is_empty() {
                 for head in 0..kv_heads {
                     tasks.extend([Side::K, Side::V].map(|side| (side, head, history.clone())));
@@ -113,6 +123,8 @@ fn head_rows(x: &[f32], heads: usize, d: usize, head: usize, range: Range<usize>
 pub(super) struct Simulated<'a> {
     pub cache: &'a dyn Cache,
     pub windows: Windows,
+    /// Tokens that leave `recent` at a time.
+    pub demote_tokens: usize,
 }
 
 impl Attention for Simulated<'_> {
@@ -125,20 +137,21 @@ impl Attention for Simulated<'_> {
         prompt_lens: &[usize],
     ) -> Result<Tensor> {
         let heads = Heads::new(layer, q, k, v, prompt_lens)?;
-        let (k_hat, v_hat) = heads.read_back(self.cache, self.windows)?;
+        let (k_hat, v_hat) = heads.read_back(self.cache, self.windows, self.demote_tokens)?;
         let Windows {
             sink_tokens: sink,
             recent_tokens: recent,
         } = self.windows;
         let back = |x: Vec<f32>| Tensor::from_vec(x, k.shape(), k.device());
         let (k_hat, v_hat) = (back(k_hat)?, back(v_hat)?);
-        attention::tensor::windowed(q, k, v, &k_hat, &v_hat, prompt_lens, sink, recent)
+        let demote = self.demote_tokens;
+        attention::tensor::windowed(q, k, v, &k_hat, &v_hat, prompt_lens, sink, recent, demote)
     }
 }
 
 /// Exact attention that also asks what each method's cache would have changed at sampled queries of this layer.
 pub(super) struct Observed<'a> {
-    pub methods: &'a [EvalMethod],
+    pub methods: &'a [&'a EvalMethod],
     pub windows: Windows,
     /// Queries a prompt; 0 for none.
     pub queries: usize,
@@ -179,7 +192,7 @@ impl Observed<'_> {
         let hats = self
             .methods
             .iter()
-            .map(|method| heads.read_back(method.cache.as_ref(), self.windows))
+            .map(|method| heads.read_back(method.cache.as_ref(), self.windows, 1))
             .collect::<Result<Vec<_>>>()?;
         self.errors.resize(self.methods.len(), Vec::new());
         for prompt in heads.prompts() {
@@ -261,7 +274,7 @@ mod tests {
             sink_tokens: 1,
             recent_tokens: 3,
         };
-        let (k, v) = heads.read_back(&Marked, windows).unwrap();
+        let (k, v) = heads.read_back(&Marked, windows, 1).unwrap();
         for t in 0..14 {
             // Of prompts 0..7, 7..9 and 9..14.
             let history = matches!(t, 1..4 | 10);
@@ -344,6 +357,7 @@ mod tests {
                     sink_tokens: sink,
                     recent_tokens: recent,
                 },
+                demote_tokens: 1,
             };
             let [q, k, v] = ["q", "k", "v"].map(tensor);
             let tokens = [q.dim(0).unwrap()];

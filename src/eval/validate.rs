@@ -2,6 +2,7 @@ use candle_core::Tensor;
 
 use super::methods::EvalMethod;
 use super::metrics::{Reference, Totals};
+use super::real;
 use super::report::{
     LayerError, LayerMethodError, MethodScore, Provenance, ReferenceScore, Report,
 };
@@ -22,6 +23,8 @@ pub struct EvalOptions {
     pub sink: usize,
     /// Latest tokens of every query that stay exact.
     pub recent: usize,
+    /// Tokens that leave `recent` at a time in a simulated cache: 1, or 64 as the real one has it.
+    pub demote_tokens: usize,
     /// Queries a window whose attention is compared layer by layer; 0 leaves [`Report::layers`] empty.
     pub probe_queries: usize,
     /// `content_sha256` of the entry that is evaluated, for the report.
@@ -33,6 +36,7 @@ impl Default for EvalOptions {
         Self {
             sink: 64,
             recent: 256,
+            demote_tokens: 1,
             probe_queries: 64,
             entry_sha256: None,
         }
@@ -55,7 +59,7 @@ pub struct Step<'a> {
 /// prompt exactly and all others through the method's cache; a method's error travels through its own hidden states.
 ///
 /// Weights are loaded a layer at a time. Memory: hidden states of methods + 1 streams, one layer, and one window's
-/// queries, keys and values.
+/// queries, keys and values. A method in the real cache ([`EvalMethod::real`]) holds all layers, and its pages.
 ///
 /// # Errors
 /// Where no window is longer than `sink` + `recent`, two methods share a name, the model or a method gives logits
@@ -90,10 +94,11 @@ pub fn validate(
         .collect::<Result<Vec<_>>>()?;
     let mut hidden = vec![embedded; streams];
     let mut errors = Vec::new();
+    let simulated: Vec<_> = methods.iter().filter(|m| m.real.is_none()).collect();
     model.for_each_layer(0, |layer| {
         let what = format!("layer {} of {layers}", layer.index() + 1);
         let mut observed = Observed {
-            methods,
+            methods: &simulated,
             windows,
             queries: options.probe_queries,
             errors: Vec::new(),
@@ -105,9 +110,13 @@ pub fn validate(
         })?;
         errors.extend(layer_error(layer.index(), &observed));
         for (method, hidden) in methods.iter().zip(others) {
+            if method.real.is_some() {
+                continue;
+            }
             let mut simulated = Simulated {
                 cache: method.cache.as_ref(),
                 windows,
+                demote_tokens: options.demote_tokens,
             };
             push(&layer, corpus, hidden, &mut simulated, &mut |n| {
                 progress.add(n, &what)
@@ -116,6 +125,13 @@ pub fn validate(
         }
         Ok(())
     })?;
+    for (method, hidden) in methods.iter().zip(&mut hidden[1..]) {
+        if let Some(transforms) = &method.real {
+            let mut count = |tokens| progress.add(tokens * layers, "real cache");
+            *hidden = real::serve(model, corpus, transforms, windows, &mut count)
+                .map_err(|e| of_method(e, &method.name))?;
+        }
+    }
 
     let scores = score(
         &model.head()?,

@@ -47,19 +47,20 @@ impl DecoderLayer {
         self.output.weight()
     }
 
-    /// Runs `hidden` (tokens, hidden) of one packed sequence through the layer; `prompt_lens` sums to tokens.
+    /// Runs `hidden` (tokens, hidden) of the prompts of `batch` through the layer.
     ///
     /// # Errors
     /// A prompt longer than the model's context; an output that is not finite, by the layer's number.
-    pub fn forward(
+    pub fn forward<'a>(
         &self,
         hidden: &Tensor,
-        prompt_lens: &[usize],
+        batch: impl Into<Batch<'a>>,
         attention: &mut dyn Attention,
     ) -> Result<Tensor> {
-        let o = self.attend(hidden, prompt_lens, attention)?;
+        let batch = batch.into();
+        let o = self.attend(hidden, batch, attention)?;
         if self.runs_in_blocks(hidden) {
-            return self.finish_blocks(&hidden.contiguous()?, &o);
+            return self.finish_blocks(&hidden.contiguous()?, &o, batch.starts.is_some());
         }
         self.finish(hidden, &o)
     }
@@ -69,20 +70,21 @@ impl DecoderLayer {
     ///
     /// # Errors
     /// A prompt longer than the model's context.
-    pub fn attend(
+    pub fn attend<'a>(
         &self,
         hidden: &Tensor,
-        prompt_lens: &[usize],
+        batch: impl Into<Batch<'a>>,
         attention: &mut dyn Attention,
     ) -> Result<Tensor> {
-        let positions = Positions::new(hidden, prompt_lens, &self.config)?;
+        let batch = batch.into();
+        let positions = Positions::new(hidden, batch, &self.config)?;
         let table = self.tables.upto(positions.longest);
         let (q, k, v) = if self.runs_in_blocks(hidden) {
             self.project_blocks(&hidden.contiguous()?, &positions, &table)?
         } else {
             self.project(hidden, &positions, &table)?
         };
-        attention.attend(self.index, &q, &k, &v, prompt_lens)
+        attention.attend(self.index, &q, &k, &v, batch.lens)
     }
 
     fn runs_in_blocks(&self, hidden: &Tensor) -> bool {
@@ -180,7 +182,8 @@ impl DecoderLayer {
         let hidden = hidden.storage_and_layout();
         let norm = self.input_norm.weight().storage_and_layout();
         let qkv = LinearGuard::new(&self.qkv);
-        let (hidden, norm, qkv) = (floats(&hidden)?, floats(&norm)?, qkv.get()?);
+        let (hidden, norm) = (floats(&hidden)?, floats(&norm)?);
+        let qkv = qkv.get(positions.decoding)?;
         let weight = |norm: &'_ RmsNorm| norm.weight().flatten_all()?.to_vec1::<f32>();
         let q_norm = self.q_norm.as_ref().map(weight).transpose()?;
         let k_norm = self.k_norm.as_ref().map(weight).transpose()?;
@@ -227,7 +230,7 @@ impl DecoderLayer {
         ))
     }
 
-    fn finish_blocks(&self, hidden: &Tensor, o: &Tensor) -> Result<Tensor> {
+    fn finish_blocks(&self, hidden: &Tensor, o: &Tensor, decoding: bool) -> Result<Tensor> {
         let Config {
             hidden_size,
             intermediate_size: width,
@@ -244,7 +247,8 @@ impl DecoderLayer {
         let [output, gate_up, down] =
             [&self.output, &self.gate_up, &self.down].map(LinearGuard::new);
         let (o, norm) = (floats(&o)?, floats(&norm)?);
-        let (output, gate_up, down) = (output.get()?, gate_up.get()?, down.get()?);
+        let (output, gate_up) = (output.get(decoding)?, gate_up.get(decoding)?);
+        let down = down.get(decoding)?;
         let all_finite = AtomicBool::new(true);
         out.par_chunks_mut(BLOCK_ROWS * hidden_size)
             .zip(o.par_chunks(BLOCK_ROWS * o_width))
@@ -285,16 +289,52 @@ impl DecoderLayer {
     }
 }
 
+/// Prompts laid end to end, or the next tokens of each.
+#[derive(Clone, Copy, Debug)]
+pub struct Batch<'a> {
+    /// Tokens of each; no zero.
+    pub lens: &'a [usize],
+    /// Position of each one's first token; `None`: all begin at 0.
+    pub starts: Option<&'a [usize]>,
+}
+
+/// Whole prompts.
+impl<'a> From<&'a [usize]> for Batch<'a> {
+    fn from(lens: &'a [usize]) -> Self {
+        Self { lens, starts: None }
+    }
+}
+
+impl<'a> From<&'a Vec<usize>> for Batch<'a> {
+    fn from(lens: &'a Vec<usize>) -> Self {
+        Self::from(lens.as_slice())
+    }
+}
+
+impl<'a, const N: usize> From<&'a [usize; N]> for Batch<'a> {
+    fn from(lens: &'a [usize; N]) -> Self {
+        Self::from(lens.as_slice())
+    }
+}
+
 /// Where every token stands in its prompt.
 struct Positions {
     of_token: Vec<usize>,
     longest: usize,
+    /// Whether these are the next tokens of sequences that are under way.
+    decoding: bool,
 }
 
 impl Positions {
-    fn new(hidden: &Tensor, prompt_lens: &[usize], config: &Config) -> Result<Self> {
+    fn new(hidden: &Tensor, batch: Batch, config: &Config) -> Result<Self> {
         let (tokens, width) = hidden.dims2()?;
-        let longest = prompt_lens.iter().copied().max().unwrap_or(0);
+        let prompt_lens = batch.lens;
+        let start = |prompt: usize| batch.starts.map_or(Some(0), |s| s.get(prompt).copied());
+        let ends = prompt_lens.iter().enumerate().map(|(prompt, &len)| {
+            let start = start(prompt).unwrap_or(usize::MAX);
+            start.saturating_add(len)
+        });
+        let longest = ends.max().unwrap_or(0);
         if longest > config.max_position_embeddings {
             return Err(Error::invalid(
                 "prompt",
@@ -315,8 +355,18 @@ impl Positions {
                 ),
             ));
         }
-        let of_token = prompt_lens.iter().flat_map(|&len| 0..len).collect();
-        Ok(Self { of_token, longest })
+        let prompts = prompt_lens.iter().enumerate();
+        let of_token = prompts
+            .flat_map(|(prompt, &len)| {
+                let start = start(prompt).unwrap_or(0);
+                start..start + len
+            })
+            .collect();
+        Ok(Self {
+            of_token,
+            longest,
+            decoding: batch.starts.is_some(),
+        })
     }
 }
 
@@ -347,11 +397,12 @@ impl<'a> LinearGuard<'a> {
         }
     }
 
-    fn get(&self) -> Result<dense::Linear<'_>> {
+    fn get(&self, decoding: bool) -> Result<dense::Linear<'_>> {
         Ok(dense::Linear {
             weight: floats(&self.weight)?,
             inputs: self.weight.1.dims()[1],
             bias: self.bias.as_ref().map(floats).transpose()?,
+            decoding,
         })
     }
 }
@@ -444,7 +495,7 @@ mod tests {
             let layer = layer(qk_norm, biases);
             let tokens = prompts.iter().sum::<usize>();
             let hidden = Tensor::randn(0f32, 1.0, (tokens, 48), &Device::Cpu)?;
-            let positions = Positions::new(&hidden, &prompts, &layer.config)?;
+            let positions = Positions::new(&hidden, (&prompts).into(), &layer.config)?;
             let table = layer.tables.upto(positions.longest);
             let plain = layer.project(&hidden, &positions, &table)?;
             let fast = layer.project_blocks(&hidden, &positions, &table)?;
@@ -457,7 +508,7 @@ mod tests {
             }
             let o = FullAttention.attend(0, &plain.0, &plain.1, &plain.2, &prompts)?;
             let a = layer.finish(&hidden, &o)?;
-            let b = layer.finish_blocks(&hidden, &o)?;
+            let b = layer.finish_blocks(&hidden, &o, false)?;
             assert!(largest_difference(&a, &b)? < 1e-4);
         }
         Ok(())
@@ -468,7 +519,10 @@ mod tests {
         let layer = layer(false, false);
         let hidden = Tensor::zeros((300, 48), DType::F32, &Device::Cpu)?;
         let o = Tensor::full(f32::MAX, (300, 4, 16), &Device::Cpu)?;
-        for result in [layer.finish(&hidden, &o), layer.finish_blocks(&hidden, &o)] {
+        for result in [
+            layer.finish(&hidden, &o),
+            layer.finish_blocks(&hidden, &o, false),
+        ] {
             let message = result.map(|_| ()).unwrap_err().to_string();
             assert!(message.starts_with("layer 0: "), "{message}");
         }

@@ -2,9 +2,15 @@
 //! wide instruction set.
 
 use pulp::{Arch, Simd, WithSimd};
+use rayon::prelude::*;
 
 use crate::kv::attention::exp::exp2;
-use crate::linalg::{Op, View, matmul};
+use crate::linalg::{Op, View, few_rows, matmul};
+
+/// Rows of a decode step that are multiplied by weights as they stream by; more are a matrix product.
+const FEW_ROWS: usize = 64;
+/// Outputs of one task then.
+const TASK_OUTPUTS: usize = 32;
 
 /// A matrix (out, in) as in checkpoints, and its bias.
 #[derive(Clone, Copy)]
@@ -12,6 +18,8 @@ pub(super) struct Linear<'a> {
     pub weight: &'a [f32],
     pub inputs: usize,
     pub bias: Option<&'a [f32]>,
+    /// Whether few rows are spread over threads by outputs: in a decode step, where there is but one block of rows.
+    pub decoding: bool,
 }
 
 impl Linear<'_> {
@@ -31,14 +39,66 @@ impl Linear<'_> {
 
     fn run(&self, x: &[f32], y: &mut [f32], accumulate: bool) {
         let (inputs, outputs) = (self.inputs, self.outputs());
-        let x = View::contiguous(x, x.len() / inputs, inputs);
-        let w = View::contiguous(self.weight, outputs, inputs);
-        matmul(Op::Nt, x, w, y, outputs, accumulate, 1.0, 1.0);
+        let rows = x.len() / inputs;
+        if self.decoding && rows <= FEW_ROWS {
+            self.stream_weights(x, y, accumulate);
+        } else {
+            let x = View::contiguous(x, rows, inputs);
+            let w = View::contiguous(self.weight, outputs, inputs);
+            matmul(Op::Nt, x, w, y, outputs, accumulate, 1.0, 1.0);
+        }
         if let Some(bias) = self.bias {
             for row in y.chunks_exact_mut(outputs) {
                 for (y, b) in row.iter_mut().zip(bias) {
                     *y += b;
                 }
+            }
+        }
+    }
+}
+
+impl Linear<'_> {
+    fn stream_weights(&self, x: &[f32], y: &mut [f32], accumulate: bool) {
+        let (inputs, outputs) = (self.inputs, self.outputs());
+        let rows = x.len() / inputs;
+        let parts: Vec<Vec<f32>> = self
+            .weight
+            .par_chunks(TASK_OUTPUTS * inputs)
+            .map(|weight| {
+                let mut y = vec![0.0; rows * (weight.len() / inputs)];
+                Arch::new().dispatch(StreamWeights(x, weight, inputs, &mut y));
+                y
+            })
+            .collect();
+        for (i, part) in parts.iter().enumerate() {
+            let wide = part.len() / rows;
+            for (y, part) in y.chunks_exact_mut(outputs).zip(part.chunks_exact(wide)) {
+                let y = &mut y[i * TASK_OUTPUTS..][..wide];
+                for (y, &x) in y.iter_mut().zip(part) {
+                    *y = if accumulate { *y + x } else { x };
+                }
+            }
+        }
+    }
+}
+
+/// x (rows, inputs), weights (outputs, inputs), inputs, y (rows, outputs).
+struct StreamWeights<'a>(&'a [f32], &'a [f32], usize, &'a mut [f32]);
+
+impl WithSimd for StreamWeights<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Self(x, weight, inputs, y) = self;
+        let (rows, outputs) = (x.len() / inputs, weight.len() / inputs);
+        for first in (0..rows).step_by(4) {
+            let (x, y) = (&x[first * inputs..], &mut y[first * outputs..]);
+            match rows - first {
+                1 => few_rows::<S, 1>(simd, x, weight, inputs, y, outputs),
+                2 => few_rows::<S, 2>(simd, x, weight, inputs, y, outputs),
+                3 => few_rows::<S, 3>(simd, x, weight, inputs, y, outputs),
+                _ => few_rows::<S, 4>(simd, x, weight, inputs, y, outputs),
             }
         }
     }

@@ -126,7 +126,8 @@ impl Tables {
         let mut table = self.table.lock().unwrap_or_else(PoisonError::into_inner);
         if table.cos.len() < positions * self.inverse_frequencies.len() {
             // Position times frequency in f32, as every serving engine has it.
-            let angles = (0..positions)
+            // More of them than asked for: a sequence that is generated asks for one more every time.
+            let angles = (0..positions.next_power_of_two())
                 .flat_map(|t| self.inverse_frequencies.iter().map(move |f| t as f32 * f));
             let (sin, cos) = angles.map(f32::sin_cos).unzip();
             *table = Arc::new(Table { cos, sin });
@@ -184,9 +185,9 @@ mod tests {
             scaling: RopeScaling::None,
         };
         let tables = Tables::new(&rope, 4);
-        let short = tables.upto(3);
+        let short = tables.upto(4);
         let long = tables.upto(5);
-        assert_eq!(long.cos[..6], short.cos);
+        assert_eq!(long.cos[..8], short.cos);
         assert_eq!(long.sin[8], 4f32.sin());
         assert!(Arc::ptr_eq(&long, &tables.upto(2)));
     }

@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::{Causal, Dims, exp};
+use super::{Causal, Dims, exp, history};
 use crate::Result;
 use crate::linalg::{Op, View, matmul};
 
@@ -42,6 +42,7 @@ pub fn causal(
         v_hat: v,
         sink: usize::MAX,
         recent: 0,
+        demote_tokens: 1,
     };
     let o = attend(q, cache, dims, prompt_lens, weights.as_deref_mut());
     Ok(Causal {
@@ -51,8 +52,8 @@ pub fn causal(
 }
 
 /// Attention as a cache with exact windows serves it: the query at position i of its prompt reads token j exactly
-/// where j < `sink` or j > i − `recent`, and through `k_hat` and `v_hat` (decoded codes, shaped as k and v)
-/// elsewhere, under one softmax. Returns o (tokens, heads, head_dim).
+/// outside of [`history`](super::history), and through `k_hat` and `v_hat` (decoded codes, shaped as k and v) in it,
+/// under one softmax. Returns o (tokens, heads, head_dim).
 ///
 /// # Errors
 /// Where slices do not fit `dims` and `prompt_lens`.
@@ -66,6 +67,7 @@ pub fn windowed(
     prompt_lens: &[usize],
     sink: usize,
     recent: usize,
+    demote_tokens: usize,
 ) -> Result<Vec<f32>> {
     dims.tokens(q, &[k, v, k_hat, v_hat], prompt_lens)?;
     let cache = Cache {
@@ -75,6 +77,7 @@ pub fn windowed(
         v_hat,
         sink,
         recent,
+        demote_tokens,
     };
     Ok(attend(q, cache, dims, prompt_lens, None))
 }
@@ -87,6 +90,7 @@ struct Cache<'a> {
     v_hat: &'a [f32],
     sink: usize,
     recent: usize,
+    demote_tokens: usize,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -101,11 +105,11 @@ impl Cache<'_> {
     #[inline(always)]
     fn seen(&self, segment: Segment, i: usize) -> Range<usize> {
         let sink = self.sink.min(i + 1);
-        let recent = (i + 1).saturating_sub(self.recent).max(sink);
+        let history = history(i, sink, self.recent, self.demote_tokens);
         match segment {
             Segment::Sink => 0..sink,
-            Segment::History => sink..recent,
-            Segment::Recent => recent..i + 1,
+            Segment::Recent => history.end..i + 1,
+            Segment::History => history,
         }
     }
 
@@ -433,6 +437,7 @@ mod tests {
             long in prop::option::weighted(0.2, 500..700_usize),
             sink in prop::sample::select(vec![0, 1, 4, 64, 1000]),
             recent in prop::sample::select(vec![0, 1, 2, 30, 64, 1000]),
+            demote_tokens in prop::sample::select(vec![1, 7, 64]),
             seed in any::<u64>(),
         ) {
             let (dims, prompt_lens) = match long {
@@ -452,8 +457,8 @@ mod tests {
                 prop_assert!((a - b).abs() <= 2e-5 * b.max(1e-2), "key weight {a}, not {b}");
             }
 
-            let ours = windowed(&q, &k, &v, &k_hat, &v_hat, dims, &prompt_lens, sink, recent).unwrap();
-            let exact = plain::windowed(&q, &k, &v, &k_hat, &v_hat, dims, &prompt_lens, sink, recent);
+            let ours = windowed(&q, &k, &v, &k_hat, &v_hat, dims, &prompt_lens, sink, recent, demote_tokens).unwrap();
+            let exact = plain::windowed(&q, &k, &v, &k_hat, &v_hat, dims, &prompt_lens, sink, recent, demote_tokens);
             prop_assert_eq!(close(&ours, &exact), Ok(()));
         }
     }
@@ -472,7 +477,7 @@ mod tests {
             pool.install(|| {
                 (
                     causal(&q, &k, &v, dims, &prompt_lens, true).unwrap(),
-                    windowed(&q, &k, &v, &k_hat, &v_hat, dims, &prompt_lens, 4, 32).unwrap(),
+                    windowed(&q, &k, &v, &k_hat, &v_hat, dims, &prompt_lens, 4, 32, 8).unwrap(),
                 )
             })
         };
@@ -525,7 +530,7 @@ mod tests {
         let (q, k) = (vec![0.0; 24], vec![0.0; 12]);
         assert!(causal(&q, &k, &k, dims, &[2], false).is_err());
         assert!(causal(&q, &k[..8], &k, dims, &[3], false).is_err());
-        assert!(windowed(&q, &k, &k, &k, &k[..4], dims, &[1, 2], 0, 0).is_err());
+        assert!(windowed(&q, &k, &k, &k, &k[..4], dims, &[1, 2], 0, 0, 1).is_err());
         assert!(causal(&[], &[], &[], dims, &[], true).unwrap().o.is_empty());
         assert!(causal(&q, &k, &k, dims, &[3, usize::MAX], false).is_err());
         let broken = Dims {

@@ -80,6 +80,20 @@ impl Dims {
     }
 }
 
+/// The tokens that the query at position `i` of its prompt reads from the history: all after the first `sink`, but for
+/// the latest, of which it reads `recent` exactly, or up to `demote_tokens` − 1 fewer, since so many leave at a time.
+#[inline(always)]
+pub fn history(
+    i: usize,
+    sink: usize,
+    recent: usize,
+    demote_tokens: usize,
+) -> std::ops::Range<usize> {
+    let left = (i + 1).saturating_sub(sink.saturating_add(recent));
+    let end = sink + left.next_multiple_of(demote_tokens.max(1));
+    sink..end.min((i + 1).max(sink))
+}
+
 /// What [`causal`] returns.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Causal {

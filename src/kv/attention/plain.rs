@@ -7,7 +7,7 @@ use super::{Causal, Dims};
 /// # Panics
 /// Where slices do not fit `dims` and `prompt_lens`.
 pub fn causal(q: &[f32], k: &[f32], v: &[f32], dims: Dims, prompt_lens: &[usize]) -> Causal {
-    attend(q, k, v, k, v, dims, prompt_lens, 0, 0)
+    attend(q, k, v, k, v, dims, prompt_lens, 0, 0, 1)
 }
 
 /// See [`super::windowed`].
@@ -24,8 +24,21 @@ pub fn windowed(
     prompt_lens: &[usize],
     sink: usize,
     recent: usize,
+    demote_tokens: usize,
 ) -> Vec<f32> {
-    attend(q, k, v, k_hat, v_hat, dims, prompt_lens, sink, recent).o
+    attend(
+        q,
+        k,
+        v,
+        k_hat,
+        v_hat,
+        dims,
+        prompt_lens,
+        sink,
+        recent,
+        demote_tokens,
+    )
+    .o
 }
 
 fn attend(
@@ -38,6 +51,7 @@ fn attend(
     prompt_lens: &[usize],
     sink: usize,
     recent: usize,
+    demote_tokens: usize,
 ) -> Causal {
     let d = dims.head_dim;
     let mut o = vec![0.0; q.len()];
@@ -47,7 +61,12 @@ fn attend(
         for (i, h) in (0..len).flat_map(|i| (0..dims.heads).map(move |h| (i, h))) {
             let query = ((start + i) * dims.heads + h) * d;
             let key = |j: usize| (start + j) * dims.kv_heads + h / dims.group();
-            let exact = |j: usize| j < sink || j + recent > i;
+            // Tokens leave `recent`, so many at a time, whenever it holds more than it may.
+            let mut left = sink;
+            while i + 1 > left + recent {
+                left += demote_tokens;
+            }
+            let exact = |j: usize| j < sink || j >= left;
             let scores = (0..=i).map(|j| {
                 let keys = &(if exact(j) { k } else { k_hat })[key(j) * d..][..d];
                 dot(&q[query..query + d], keys) / (d as f64).sqrt()

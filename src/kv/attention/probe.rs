@@ -423,7 +423,7 @@ mod tests {
             ];
             for (kh, vh) in hats {
                 let (kx, vx) = (kh.unwrap_or(&k), vh.unwrap_or(&v));
-                let whole = plain::windowed(&q, &k, &v, kx, vx, dims, &[TOKENS], sink, recent);
+                let whole = plain::windowed(&q, &k, &v, kx, vx, dims, &[TOKENS], sink, recent, 1);
                 let ours = probe
                     .output(kh.map(|x| &x[..]), vh.map(|x| &x[..]))
                     .unwrap();

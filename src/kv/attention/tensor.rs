@@ -6,7 +6,7 @@ use std::ops::{Deref, Range};
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
 use candle_nn::ops::softmax_last_dim;
 
-use super::Dims;
+use super::{Dims, history};
 use crate::{Error, Result};
 
 /// Elements of a block's scores over all heads, where candle computes them.
@@ -82,6 +82,7 @@ pub fn windowed(
     prompt_lens: &[usize],
     sink: usize,
     recent: usize,
+    demote_tokens: usize,
 ) -> Result<Tensor> {
     let dims = dims(q, &[k, v, k_hat, v_hat], prompt_lens)?;
     let (dtype, [q, k, v, k_hat, v_hat]) = (q.dtype(), floats([q, k, v, k_hat, v_hat])?);
@@ -97,6 +98,7 @@ pub fn windowed(
             prompt_lens,
             sink,
             recent,
+            demote_tokens,
         )?;
         Tensor::from_vec(o, q.shape(), q.device())?
     } else {
@@ -105,6 +107,7 @@ pub fn windowed(
             v: &v_hat,
             sink,
             recent,
+            demote_tokens,
         };
         by_candle(&q, &k, &v, Some(hats), dims, prompt_lens, false)?.0
     };
@@ -172,6 +175,7 @@ struct Hats<'a> {
     v: &'a Tensor,
     sink: usize,
     recent: usize,
+    demote_tokens: usize,
 }
 
 /// The same in candle's operations: contiguous f32 tensors on any device, blocks of queries against all tokens before.
@@ -221,7 +225,7 @@ fn by_candle(
             let seen = Seen::new(start, end, device)?;
             let exact = hats
                 .as_ref()
-                .map(|(.., h)| seen.exact(h.sink, h.recent)?.broadcast_as(shape))
+                .map(|(.., h)| seen.exact(h)?.broadcast_as(shape))
                 .transpose()?;
             let scores = match (&exact, &hats) {
                 (Some(exact), Some((k_hat, ..))) => {
@@ -266,6 +270,7 @@ fn by_candle(
 struct Seen {
     /// (queries, 1)
     queries: Tensor,
+    start: usize,
     end: usize,
 }
 
@@ -273,6 +278,7 @@ impl Seen {
     fn new(start: usize, end: usize, device: &Device) -> candle_core::Result<Self> {
         Ok(Self {
             queries: Tensor::arange(start as u32, end as u32, device)?.unsqueeze(1)?,
+            start,
             end,
         })
     }
@@ -287,13 +293,14 @@ impl Seen {
         self.tokens(0)?.broadcast_le(&self.queries)
     }
 
-    /// In the windows: among the first `sink` tokens or the latest `recent`.
-    fn exact(&self, sink: usize, recent: usize) -> candle_core::Result<Tensor> {
-        // Windows beyond the prompt are as long as it.
-        let (sink, recent) = (sink.min(self.end), recent.min(self.end));
-        let sinks = self.tokens(0)?.lt(sink as u32)?;
-        let latest = self.tokens(recent)?.broadcast_gt(&self.queries)?;
-        sinks.broadcast_maximum(&latest)
+    /// In the windows: not in the [`history`] of the query.
+    fn exact(&self, hats: &Hats) -> candle_core::Result<Tensor> {
+        let history = (self.start..self.end)
+            .map(|i| history(i, hats.sink, hats.recent, hats.demote_tokens).end as u32);
+        let history = Tensor::from_iter(history, self.queries.device())?.unsqueeze(1)?;
+        // A window beyond the prompt is as long as it.
+        let sinks = self.tokens(0)?.lt(hats.sink.min(self.end) as u32)?;
+        sinks.broadcast_maximum(&self.tokens(0)?.broadcast_ge(&history)?)
     }
 }
 
@@ -337,13 +344,27 @@ mod tests {
         for (a, b) in weights.unwrap().iter().zip(other_weights.map(f64::from)) {
             assert!((a - b).abs() < 1e-5 * b.max(1.0));
         }
-        for (sink, recent) in [(4, 16), (0, 0), (500, 1), (0, 500)] {
-            let o = windowed(&q, &k, &v, &k_hat, &v_hat, &prompt_lens, sink, recent).unwrap();
+        for (sink, recent, demote_tokens) in
+            [(4, 16, 1), (4, 32, 8), (0, 0, 1), (500, 1, 1), (0, 500, 1)]
+        {
+            let o = windowed(
+                &q,
+                &k,
+                &v,
+                &k_hat,
+                &v_hat,
+                &prompt_lens,
+                sink,
+                recent,
+                demote_tokens,
+            )
+            .unwrap();
             let hats = Hats {
                 k: &k_hat,
                 v: &v_hat,
                 sink,
                 recent,
+                demote_tokens,
             };
             let (other, _) = by_candle(&q, &k, &v, Some(hats), dims, &prompt_lens, false).unwrap();
             assert!(apart(&o, &other) < 1e-5);
@@ -381,6 +402,6 @@ mod tests {
         assert!(causal(&q, &k, &k, &[300], false).is_err());
         assert!(causal(&q, &tensor(2, 3), &tensor(2, 3), &[330], false).is_err());
         assert!(causal(&q, &k, &k.transpose(0, 1).unwrap(), &[330], false).is_err());
-        assert!(windowed(&q, &k, &k, &k, &q, &[330], 0, 0).is_err());
+        assert!(windowed(&q, &k, &k, &k, &q, &[330], 0, 0, 1).is_err());
     }
 }
