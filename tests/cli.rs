@@ -12,7 +12,7 @@ use checkpoint::{Checkpoint, VOCAB};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-const COMMANDS: [&str; 9] = [
+const COMMANDS: [&str; 10] = [
     "calibrate",
     "collect",
     "fit",

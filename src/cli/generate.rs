@@ -348,7 +348,13 @@ fn pool(args: &Args, kv: Kv, model: &Model, entry: Option<&Entry>, tokens: usize
         )
         .hint("allow more, or give a shorter prompt or fewer --max-tokens")
         .into()),
-        _ => Ok(Pool::on(model.device(), shape, capacity)?),
+        _ => {
+            let pool = Pool::on(model.device(), shape, capacity)?;
+            if let Some(warning) = pool.warning() {
+                eprintln!("warning: {warning}");
+            }
+            Ok(pool)
+        }
     }
 }
 

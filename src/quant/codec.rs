@@ -127,7 +127,7 @@ impl<T: Real> Codec<T> {
     }
 
     /// How many of a row's largest magnitudes reach the clip threshold: the threshold is the last of them.
-    fn ranks(&self) -> usize {
+    pub(crate) fn ranks(&self) -> usize {
         let d = self.head_dim;
         d - ((self.clip * d as f64) as usize).min(d - 1)
     }

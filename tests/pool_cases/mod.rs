@@ -7,7 +7,7 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor};
 use half::bf16;
 use oscar_kv::kv::attention::Dims;
-use oscar_kv::kv::page::{PAGE_TOKENS, Side};
+use oscar_kv::kv::page::{Arrangement, PAGE_TOKENS, PageLayout, Side};
 use oscar_kv::kv::pool::{PageCounts, Pool, PoolShape, SequenceId, Transforms};
 use oscar_kv::zoo::Windows;
 use proptest::prelude::*;
@@ -46,6 +46,7 @@ pub fn cases() -> impl Strategy<Value = Case> {
     let dims = prop::sample::select(vec![
         (1, 1, 16, 16),
         (4, 2, 64, 64),
+        (8, 1, 128, 128),
         (3, 1, 64, 32),
         (12, 1, 24, 8),
         (2, 2, 80, 80),
@@ -90,7 +91,9 @@ pub fn rows(rng: &mut ChaCha8Rng, n: usize, d: usize) -> Vec<f32> {
         .map(|i| {
             let normal = (0..6).map(|_| rng.random::<f32>() - 0.5).sum::<f32>();
             let loud = if i % d % 11 == 3 { 8.0 } else { 1.0 };
-            loud * normal / (0.2 + rng.random::<f32>()) + if i % d == 5 { 4.0 } else { 0.0 }
+            let x = loud * normal / (0.2 + rng.random::<f32>());
+            // As a model in bf16 has them.
+            bf16::from_f32(x + if i % d == 5 { 4.0 } else { 0.0 }).to_f32()
         })
         .collect()
 }
@@ -112,6 +115,12 @@ struct Plain {
 }
 
 impl Case {
+    /// How a page is arranged, where it can be.
+    #[allow(dead_code)] // by tests on the CPU
+    pub fn layout(&self, arrangement: Arrangement) -> Option<PageLayout> {
+        PageLayout::new(self.dims.head_dim, self.group, arrangement).ok()
+    }
+
     fn shape(&self) -> PoolShape {
         let entry = entry(LAYERS, self.dims, self.group, self.seed);
         let transforms = self
@@ -126,9 +135,19 @@ impl Case {
     }
 }
 
-/// Runs a case on the pool that `make` makes. `tolerance` bounds the error of attention's output, relative to its
-/// root mean square; `exact` asks for every stored number to be the same.
-pub fn run(case: &Case, make: &dyn Fn(PoolShape, PageCounts) -> Pool, tolerance: f64, exact: bool) {
+/// What a store owes.
+#[derive(Clone, Copy)]
+pub struct Promise<'a> {
+    /// Where the model's tensors lie.
+    pub device: &'a Device,
+    /// Largest error of an output, relative to its magnitude and to all outputs' root mean square.
+    pub tolerance: f64,
+    /// Whether every stored number is the definition's; else codes are, but for some that lay between two levels.
+    pub exact: bool,
+}
+
+/// Runs a case on the pool that `make` makes.
+pub fn run(case: &Case, make: &dyn Fn(PoolShape, PageCounts) -> Pool, promise: Promise) {
     let shape = case.shape();
     let mut pool = make(shape.clone(), case.capacity);
     let mut rng = ChaCha8Rng::seed_from_u64(case.seed);
@@ -168,8 +187,9 @@ pub fn run(case: &Case, make: &dyn Fn(PoolShape, PageCounts) -> Pool, tolerance:
             Action::GiveUp(at, n) => {
                 let Some(id) = pick(*at) else { continue };
                 if pool.begin(&[(id, *n)]).is_ok() {
-                    let tensor =
-                        |rng: &mut ChaCha8Rng, heads| tensor(rows(rng, n * heads, d), heads, d);
+                    let tensor = |rng: &mut ChaCha8Rng, heads| {
+                        tensor(rows(rng, n * heads, d), heads, d, promise.device)
+                    };
                     let (q, k) = (tensor(&mut rng, heads), tensor(&mut rng, kv_heads));
                     pool.attend(0, &q, &k, &k).unwrap();
                     plain.get_mut(&id).unwrap().given_up = true;
@@ -196,16 +216,14 @@ pub fn run(case: &Case, make: &dyn Fn(PoolShape, PageCounts) -> Pool, tolerance:
                     // A step that was given up may have been undone, which takes no page.
                     assert!(pool.usage().used_bytes <= before.used_bytes);
                 } else {
-                    append(&mut pool, &appends, &mut plain, &shape, &mut rng, tolerance);
+                    append(&mut pool, &appends, &mut plain, &shape, &mut rng, promise);
                 }
             }
         }
         assert!(pool.adds_up(), "after {action:?}");
         for (&id, plain) in &plain {
             assert_eq!(pool.tokens(id).unwrap(), plain.tokens);
-            if exact {
-                stored(&pool, id, plain, &shape);
-            }
+            stored(&pool, id, plain, &shape, promise.exact);
         }
     }
     for id in plain.into_keys() {
@@ -215,9 +233,9 @@ pub fn run(case: &Case, make: &dyn Fn(PoolShape, PageCounts) -> Pool, tolerance:
     assert_eq!((usage.used, pool.adds_up()), (PageCounts::default(), true));
 }
 
-fn tensor(x: Vec<f32>, heads: usize, d: usize) -> Tensor {
+fn tensor(x: Vec<f32>, heads: usize, d: usize, device: &Device) -> Tensor {
     let tokens = x.len() / (heads * d);
-    Tensor::from_vec(x, (tokens, heads, d), &Device::Cpu).unwrap()
+    Tensor::from_vec(x, (tokens, heads, d), device).unwrap()
 }
 
 fn append(
@@ -226,20 +244,19 @@ fn append(
     plain: &mut BTreeMap<SequenceId, Plain>,
     shape: &PoolShape,
     rng: &mut ChaCha8Rng,
-    tolerance: f64,
+    promise: Promise,
 ) {
     let Dims {
         heads,
         kv_heads,
         head_dim: d,
     } = shape.dims;
-    let rule = shape.rule().unwrap();
     let tokens: usize = appends.iter().map(|&(_, n)| n).sum();
     for layer in 0..LAYERS {
-        // So loud that few tokens count, and not so loud that f32 cannot tell them apart.
+        // Scores of a few units: where one token takes it all, errors of scores do not show.
         let q: Vec<_> = rows(rng, tokens * heads, d)
             .iter()
-            .map(|x| x / 8.0)
+            .map(|x| x / 32.0)
             .collect();
         let (k, v) = (
             rows(rng, tokens * kv_heads, d),
@@ -255,24 +272,23 @@ fn append(
         }
         let o = pool.attend(
             layer,
-            &tensor(q.clone(), heads, d),
-            &tensor(k, kv_heads, d),
-            &tensor(v, kv_heads, d),
+            &tensor(q.clone(), heads, d, promise.device),
+            &tensor(k, kv_heads, d, promise.device),
+            &tensor(v, kv_heads, d, promise.device),
         );
         let o = o.unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
         let mut at = 0;
         for &(id, n) in appends {
-            let list = &plain[&id];
-            // What the step itself pushes out of `recent` is demoted after it.
-            let history = rule.history_pages(list.tokens + 1);
             let range = at * heads * d..(at + n) * heads * d;
-            let expected = attention(&q[range.clone()], list, layer, n, shape, history);
+            let expected = attention(&q[range.clone()], pool, id, layer, n);
             let scale = expected.iter().map(|x| x * x).sum::<f64>() / expected.len() as f64;
             for (i, (&a, &b)) in o[range].iter().zip(&expected).enumerate() {
-                let error = (f64::from(a) - b).abs() / scale.sqrt();
+                let error = (f64::from(a) - b).abs() / (scale.sqrt() + b.abs());
                 assert!(
-                    error < tolerance,
-                    "layer {layer}, element {i}: {a}, not {b}"
+                    error < promise.tolerance,
+                    "{id}, layer {layer}, token {} of {n}, element {}: {a}, not {b}",
+                    i / (heads * d),
+                    i % (heads * d)
                 );
             }
             at += n;
@@ -322,23 +338,17 @@ fn expected(
     rows
 }
 
-/// Attention in f64 over what is expected to be stored.
-fn attention(
-    q: &[f32],
-    list: &Plain,
-    layer: usize,
-    new: usize,
-    shape: &PoolShape,
-    history: usize,
-) -> Vec<f64> {
+/// Attention in f64 over what the pool holds, of the last `new` tokens of `id`.
+fn attention(q: &[f32], pool: &Pool, id: SequenceId, layer: usize, new: usize) -> Vec<f64> {
+    let shape = pool.shape();
     let Dims {
         heads, head_dim: d, ..
     } = shape.dims;
-    let before = list.layers[layer].k.len() / (shape.dims.kv_heads * d) - new;
+    let before = pool.tokens(id).unwrap();
     let mut o = vec![0.0; q.len()];
     for kv_head in 0..shape.dims.kv_heads {
-        let [k, v] = [Side::K, Side::V]
-            .map(|side| expected(&list.layers[layer], side, layer, kv_head, shape, history));
+        let [k, v] = [Side::K, Side::V].map(|side| pool.read(id, layer, kv_head, side).unwrap());
+        assert_eq!(k.len(), (before + new) * d);
         let sides = shape.transforms.as_ref().map(|t| &t.layer(layer)[kv_head]);
         for i in 0..new {
             for h in kv_head * shape.dims.group()..(kv_head + 1) * shape.dims.group() {
@@ -377,8 +387,19 @@ fn attention(
     o
 }
 
-/// What the pool holds of a sequence, bit for bit.
-fn stored(pool: &Pool, id: SequenceId, plain: &Plain, shape: &PoolShape) {
+/// Whether rows differ by rounding, but for a few channels that fell to another level.
+fn alike(ours: &[f32], theirs: &[f32], d: usize) -> bool {
+    let mut far = 0;
+    for (a, b) in ours.chunks_exact(d).zip(theirs.chunks_exact(d)) {
+        let mean_square = b.iter().map(|x| x * x).sum::<f32>() / d as f32;
+        let near = |(a, b): (&f32, &f32)| (a - b).abs() < 0.03 * (b.abs() + mean_square.sqrt());
+        far += d - a.iter().zip(b).filter(|&pair| near(pair)).count();
+    }
+    ours.len() == theirs.len() && far * 8 <= ours.len()
+}
+
+/// What the pool holds of a sequence is what the rule says.
+fn stored(pool: &Pool, id: SequenceId, plain: &Plain, shape: &PoolShape, exact: bool) {
     let rule = shape.rule().unwrap();
     for layer in 0..LAYERS {
         for head in 0..shape.dims.kv_heads {
@@ -386,7 +407,12 @@ fn stored(pool: &Pool, id: SequenceId, plain: &Plain, shape: &PoolShape) {
                 let ours = pool.read(id, layer, head, side).unwrap();
                 let holds = |tokens| {
                     let pages = rule.history_pages(tokens);
-                    ours == expected(&plain.layers[layer], side, layer, head, shape, pages)
+                    let theirs = expected(&plain.layers[layer], side, layer, head, shape, pages);
+                    if exact {
+                        ours == theirs
+                    } else {
+                        alike(&ours, &theirs, shape.dims.head_dim)
+                    }
                 };
                 assert!(
                     holds(plain.tokens) || plain.given_up && holds(plain.tokens + 1),

@@ -411,12 +411,14 @@ impl Ledger {
         sequences.collect()
     }
 
-    /// The pages and tokens of `id`, as a step of no tokens.
-    pub fn at_rest(&self, id: SequenceId) -> Result<StepSequence> {
+    /// The pages and tokens of `id`, those of a step that is under way counted.
+    pub fn held(&self, id: SequenceId) -> Result<StepSequence> {
         let sequence = self.get(id)?;
+        let appends = self.pending.iter().flat_map(|pending| &pending.appends);
+        let new_tokens = appends.filter(|(of, _)| *of == id).map(|(_, n)| n).sum();
         Ok(StepSequence {
-            new_tokens: 0,
-            window_tokens: sequence.window_tokens(),
+            new_tokens,
+            window_tokens: sequence.window_tokens() + new_tokens,
             windows: sequence.windows.clone(),
             history: sequence.history.clone(),
         })

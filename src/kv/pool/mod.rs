@@ -16,12 +16,16 @@
 //! [`Pool`] keeps the books; a [`Store`] keeps the bytes, on the CPU or a GPU.
 
 pub mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod ledger;
 mod transforms;
 
 use std::fmt;
 use std::sync::Arc;
 
+#[cfg(feature = "cuda")]
+use candle_core::CudaDevice;
 use candle_core::{Device, Tensor};
 
 pub use ledger::{Moves, PageCounts, Rule, StepSequence};
@@ -167,6 +171,7 @@ pub struct Pool {
     page_bytes: PageCounts,
     /// Of the step that is under way.
     step_tokens: usize,
+    warning: Option<String>,
 }
 
 /// Pages and bytes of a pool.
@@ -190,12 +195,37 @@ impl Pool {
         Self::new(shape, rule, capacity, Box::new(store))
     }
 
-    /// A pool where the model runs.
+    /// A pool where the model runs. [`Self::warning`] says where the fast kernels do not.
     ///
     /// # Errors
     /// As [`Self::cpu`].
-    pub fn on(_device: &Device, shape: PoolShape, capacity: PageCounts) -> Result<Self> {
-        Self::cpu(shape, capacity)
+    pub fn on(device: &Device, shape: PoolShape, capacity: PageCounts) -> Result<Self> {
+        match device {
+            #[cfg(feature = "cuda")]
+            Device::Cuda(device) => {
+                let rule = shape.rule()?;
+                let (store, warning) = cuda::CudaStore::new(device, &shape, capacity)?;
+                let pool = Self::new(shape, rule, capacity, Box::new(store))?;
+                Ok(Self { warning, ..pool })
+            }
+            _ => Self::cpu(shape, capacity),
+        }
+    }
+
+    /// A pool on a GPU with pages of one arrangement, for tests.
+    ///
+    /// # Errors
+    /// As [`Self::on`].
+    #[cfg(feature = "cuda")]
+    pub fn cuda(
+        device: &CudaDevice,
+        shape: PoolShape,
+        capacity: PageCounts,
+        arrangement: Arrangement,
+    ) -> Result<Self> {
+        let rule = shape.rule()?;
+        let store = cuda::CudaStore::arranged(device, &shape, capacity, arrangement)?;
+        Self::new(shape, rule, capacity, Box::new(store))
     }
 
     fn new(
@@ -211,11 +241,17 @@ impl Pool {
             store,
             page_bytes,
             step_tokens: 0,
+            warning: None,
         })
     }
 
     pub fn shape(&self) -> &PoolShape {
         &self.shape
+    }
+
+    /// What a person should know about the speed of this pool.
+    pub fn warning(&self) -> Option<&str> {
+        self.warning.as_deref()
     }
 
     /// A sequence of no tokens and no pages.
@@ -299,7 +335,7 @@ impl Pool {
     }
 
     /// All tokens of a sequence, (tokens, head_dim), as attention reads them from one layer, encoded: sink, history,
-    /// recent.
+    /// recent; the tokens of a step that is under way are among them.
     ///
     /// # Errors
     /// No such sequence.
@@ -310,7 +346,7 @@ impl Pool {
         kv_head: usize,
         side: Side,
     ) -> Result<Vec<f32>> {
-        let pages = self.ledger.at_rest(id)?;
+        let pages = self.ledger.held(id)?;
         let sink = (self.shape.windows.sink_tokens / PAGE_TOKENS).min(pages.windows.len());
         let (sink, recent) = pages.windows.split_at(sink);
         let of = |kind, pages: &[PageId]| {
@@ -327,7 +363,8 @@ impl Pool {
         {
             rows.extend(self.store.read(layer, kv_head, side, kind, page)?);
         }
-        rows.truncate(self.tokens(id)? * self.shape.dims.head_dim);
+        let tokens = self.tokens(id)? + pages.new_tokens;
+        rows.truncate(tokens * self.shape.dims.head_dim);
         Ok(rows)
     }
 
@@ -350,7 +387,7 @@ impl Pool {
     /// # Errors
     /// No such sequence.
     pub fn sequence_bytes(&self, id: SequenceId) -> Result<usize> {
-        let pages = self.ledger.at_rest(id)?;
+        let pages = self.ledger.held(id)?;
         Ok(pages.windows.len() * self.page_bytes.bf16 + pages.history.len() * self.page_bytes.int2)
     }
 
