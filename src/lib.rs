@@ -80,6 +80,7 @@ pub mod eval;
 pub mod kv;
 pub mod model;
 pub mod quant;
+pub mod report;
 pub mod rotation;
 pub mod serve;
 pub mod zoo;

@@ -1,18 +1,18 @@
 //! The command line keeps its promises: help, exit codes, one message an error, resumption after kill -9.
 
 mod checkpoint;
+mod toy;
 
 use std::fs;
 use std::io::Read;
-use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
-use checkpoint::{Checkpoint, VOCAB};
 use serde_json::{Value, json};
 use tempfile::TempDir;
+use toy::{Toy, str};
 
-const COMMANDS: [&str; 10] = [
+const COMMANDS: &[&str] = &[
     "calibrate",
     "collect",
     "fit",
@@ -20,6 +20,8 @@ const COMMANDS: [&str; 10] = [
     "generate",
     "inspect",
     "verify",
+    "report",
+    "card",
     "bench",
     "completions",
     "man",
@@ -57,77 +59,6 @@ fn refused(arguments: &[&str]) -> String {
     assert_eq!(message.matches("error: ").count(), 1, "{message}");
     assert!(!message.contains("panicked"), "{message}");
     message
-}
-
-fn str(path: &Path) -> &str {
-    path.to_str().unwrap()
-}
-
-/// A small llama with a tokenizer that knows single characters, and prompts to run through it.
-struct Toy {
-    folder: TempDir,
-    model: PathBuf,
-    prompts: PathBuf,
-}
-
-impl Toy {
-    fn new() -> Self {
-        let folder = TempDir::new().unwrap();
-        let model = folder.path().join("toy");
-        Checkpoint::llama().write_folder(&model, 1);
-        let letters: Vec<char> = (' '..).take(VOCAB).collect();
-        let vocab: serde_json::Map<String, Value> = letters
-            .iter()
-            .enumerate()
-            .map(|(id, letter)| (letter.to_string(), json!(id)))
-            .collect();
-        let tokenizer = json!({
-            "version": "1.0",
-            "truncation": null, "padding": null, "added_tokens": [],
-            "normalizer": null, "pre_tokenizer": null, "post_processor": null, "decoder": null,
-            "model": { "type": "BPE", "vocab": vocab, "merges": [] }
-        });
-        fs::write(model.join("tokenizer.json"), tokenizer.to_string()).unwrap();
-        let prompts = folder.path().join("prompts");
-        fs::create_dir(&prompts).unwrap();
-        let mut state = 1u32;
-        for document in 0..8 {
-            let prompt: String = (0..1500)
-                .map(|_| {
-                    state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-                    letters[(state >> 16) as usize % VOCAB]
-                })
-                .collect();
-            fs::write(prompts.join(format!("{document}.txt")), prompt).unwrap();
-        }
-        Self {
-            folder,
-            model,
-            prompts,
-        }
-    }
-
-    fn at(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
-    }
-
-    fn collect<'a>(&'a self, out: &'a Path) -> Vec<&'a str> {
-        vec![
-            "collect",
-            "--model",
-            str(&self.model),
-            "--data",
-            str(&self.prompts),
-            "--tokens",
-            "8000",
-            "--seq-len",
-            "512",
-            "--holdout",
-            "1024",
-            "--out",
-            str(out),
-        ]
-    }
 }
 
 #[test]

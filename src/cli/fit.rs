@@ -9,6 +9,7 @@ use super::Outcome;
 use super::common::{Format, print, print_json};
 use crate::calib::Moments;
 use crate::calib::fit::{FitOptions, fit};
+use crate::report::card;
 use crate::zoo::{Method, Rounding, Scope, VMoment, Windows};
 
 /// Fit a zoo entry to moments, in seconds and without the model.
@@ -200,7 +201,10 @@ pub fn write(
     for warning in &fitted.warnings {
         eprintln!("warning: {warning}");
     }
+    // A new fit of the same model is under the old one's license.
+    let license = card::stated_license(folder).filter(|_| !place.force);
     fitted.entry.write(folder, place.force)?;
+    card::write(folder, license.as_deref())?;
     match format {
         Format::Text => print(&format!(
             "entry    {}\nmoments  {}",

@@ -3,6 +3,7 @@
 mod against;
 mod bench;
 mod calibrate;
+mod card;
 mod collect;
 mod common;
 mod devices;
@@ -10,6 +11,7 @@ mod fit;
 mod generate;
 mod inspect;
 mod progress;
+mod report;
 mod shell;
 mod validate;
 mod verify;
@@ -49,6 +51,8 @@ enum Command {
     Generate(generate::Args),
     Inspect(inspect::Args),
     Verify(verify::Args),
+    Report(report::Args),
+    Card(card::Args),
     Devices(devices::Args),
     Bench(bench::Args),
     Completions(shell::CompletionsArgs),
@@ -89,6 +93,8 @@ pub fn run(cli: &Cli) -> Result<Outcome> {
         Command::Generate(args) => generate::run(args),
         Command::Inspect(args) => inspect::run(args),
         Command::Verify(args) => verify::run(args),
+        Command::Report(args) => report::run(args),
+        Command::Card(args) => card::run(args),
         Command::Devices(args) => devices::run(args),
         Command::Bench(args) => bench::run(args),
         Command::Completions(args) => shell::completions(args),

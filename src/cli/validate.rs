@@ -11,6 +11,7 @@ use crate::calib::Moments;
 use crate::data::Tokenizer;
 use crate::eval::{EvalMethod, EvalOptions, KlRatio, Thresholds, check_entry, validate};
 use crate::kv::page::PAGE_TOKENS;
+use crate::report as page;
 use crate::zoo::Entry;
 
 /// Measure what a 2-bit cache with an entry costs: KL, perplexity and top-1 agreement against full precision.
@@ -70,7 +71,7 @@ pub struct Args {
     #[arg(long, value_name = "SHARE", help_heading = "Thresholds")]
     min_top1: Option<f64>,
 
-    /// Do not keep the result in the entry's metrics.json
+    /// Do not keep the result in the entry's metrics.json, report.html and README.md
     #[arg(long, help_heading = "Output")]
     no_write: bool,
 
@@ -136,7 +137,10 @@ pub fn run(args: &Args) -> Result<Outcome> {
     meter.finish();
 
     if !args.no_write {
-        report.write(entry_folder(&args.entry))?;
+        let folder = entry_folder(&args.entry);
+        report.write(folder)?;
+        page::write(folder)?;
+        page::card::write(folder, None)?;
     }
     let failures = thresholds.failures(&report, &methods[0].name)?;
     match args.format {

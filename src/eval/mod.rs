@@ -1,5 +1,6 @@
 //! Teacher-forced evaluation of quantized caches against full precision.
 
+mod basis;
 mod methods;
 pub mod metrics;
 mod real;
@@ -8,7 +9,11 @@ mod simulate;
 mod thresholds;
 mod validate;
 
+pub use basis::{Basis, principal_cosines};
 pub use methods::{Cache, EvalMethod, Side, check_entry};
-pub use report::{LayerError, LayerMethodError, MethodScore, Provenance, ReferenceScore, Report};
+pub use report::{
+    LayerError, LayerMethodError, METRICS, MethodScore, Provenance, ReferenceScore, Report,
+    significant, tokens,
+};
 pub use thresholds::{KlRatio, Thresholds};
 pub use validate::{EvalOptions, Step, validate};

@@ -5,9 +5,12 @@ use std::path::Path;
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use serde::{Deserialize, Serialize};
 
-use crate::files::write_atomic;
+use crate::files::{read_text, write_atomic};
 use crate::zoo::Windows;
 use crate::{Error, Result};
+
+/// Name of a report in an entry's folder.
+pub const METRICS: &str = "metrics.json";
 
 /// Everything one evaluation measured. Serialized, it is `metrics.json` of a zoo entry and what `--format json` prints.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -93,10 +96,27 @@ impl Report {
     /// Writes `metrics.json` into `folder`, whole or not at all.
     pub fn write(&self, folder: &Path) -> Result<()> {
         let text = self.to_json()?;
-        write_atomic(&folder.join("metrics.json"), |file| {
+        write_atomic(&folder.join(METRICS), |file| {
             use std::io::Write;
             writeln!(file, "{text}")
         })
+    }
+
+    /// Reads `metrics.json` of `folder`. `None` where there is none.
+    ///
+    /// # Errors
+    /// A file that is no report of an evaluation.
+    pub fn read(folder: &Path) -> Result<Option<Self>> {
+        let path = folder.join(METRICS);
+        if !path.exists() {
+            return Ok(None);
+        }
+        serde_json::from_str(&read_text(&path)?)
+            .map(Some)
+            .map_err(|e| {
+                Error::invalid(path.display(), format!("not what `validate` writes: {e}"))
+                    .hint("remove it, or measure the entry again with `oscar validate`")
+            })
     }
 
     /// A table of the methods, best read in a fixed-width font; plain text on terminals and elsewhere alike.
@@ -160,7 +180,7 @@ impl Report {
 }
 
 /// 4096 as `4K`, 1000 as `1000`.
-fn tokens(n: usize) -> String {
+pub fn tokens(n: usize) -> String {
     if n >= 1024 && n.is_multiple_of(1024) {
         format!("{}K", n / 1024)
     } else {
@@ -169,7 +189,7 @@ fn tokens(n: usize) -> String {
 }
 
 /// `digits` significant digits, without an exponent down to 1e-6.
-fn significant(x: f64, digits: i32) -> String {
+pub fn significant(x: f64, digits: i32) -> String {
     if x == 0.0 || !x.is_finite() {
         return x.to_string();
     }
