@@ -22,6 +22,8 @@ const COMMANDS: &[&str] = &[
     "verify",
     "report",
     "card",
+    "diff",
+    "check",
     "bench",
     "completions",
     "man",

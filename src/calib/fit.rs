@@ -507,7 +507,7 @@ impl Head {
 }
 
 /// L (d, d), row-major, with L·Lᵀ = `metric`.
-fn factor(metric: &DMatrix<f64>) -> Result<Vec<f32>> {
+pub(super) fn factor(metric: &DMatrix<f64>) -> Result<Vec<f32>> {
     let basis = rotation::eigen::symmetric(metric)?;
     let mut l = basis.vectors;
     for (mut column, value) in l.column_iter_mut().zip(&basis.values) {
@@ -517,7 +517,7 @@ fn factor(metric: &DMatrix<f64>) -> Result<Vec<f32>> {
 }
 
 /// The held-out prompts of a KV head, longest first, with queries sampled evenly.
-fn held_out(
+pub(super) fn held_out(
     moments: &LayerMoments,
     holdout: &Holdout,
     head: usize,

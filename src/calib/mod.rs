@@ -6,6 +6,7 @@ pub mod collect;
 mod container;
 pub mod fit;
 pub mod moments;
+pub mod predict;
 pub mod progress;
 pub mod tensor_sums;
 

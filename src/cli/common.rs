@@ -12,6 +12,7 @@ use crate::calib::{CorpusShape, Moments};
 use crate::data::{self, ChatTemplate, Corpus, Overlong, Tokenizer, bundled};
 use crate::device::DeviceChoice;
 use crate::model::{Model, OpenOptions};
+use crate::zoo::Calibration;
 
 /// How results are printed on standard output.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
@@ -53,6 +54,11 @@ pub struct ModelArgs {
 }
 
 impl ModelArgs {
+    /// Whether `--model-id` says what the model is called.
+    pub fn is_named(&self) -> bool {
+        self.model_id.is_some()
+    }
+
     pub fn open(&self) -> Result<Model> {
         if let Some(id) = &self.model_id {
             check_id(id)?;
@@ -187,6 +193,19 @@ fn prompts(
 }
 
 impl CalibrationDataArgs {
+    /// What an entry records of its calibration, with prompts from `data`.
+    pub fn recorded(data: &[PathBuf], of: &Calibration) -> Self {
+        Self {
+            data: data.to_vec(),
+            tokens: of.tokens,
+            seq_len: Some(of.seq_len),
+            seed: of.seed,
+            overlong: OverlongArg::Split,
+            holdout: data::pack::DEFAULT_HOLDOUT_TOKENS,
+            chat_template: None,
+        }
+    }
+
     /// Reads, renders, tokenizes and packs the prompts.
     pub fn read(&self, model: &Model, tokenizer: &Tokenizer) -> Result<Corpus> {
         let prompts = prompts(
@@ -254,23 +273,23 @@ impl CalibrationDataArgs {
 pub struct EvaluationDataArgs {
     /// Files or folders of .txt, .jsonl or .parquet; the bundled evaluation corpus where none is given
     #[arg(short, long, value_name = "PATH")]
-    data: Vec<PathBuf>,
+    pub data: Vec<PathBuf>,
 
     /// Evaluation tokens, rounded down to whole windows
     #[arg(short, long, default_value_t = 16_384)]
-    tokens: usize,
+    pub tokens: usize,
 
     /// Tokens of a window; the model's context where that is shorter
     #[arg(long, value_name = "TOKENS")]
-    seq_len: Option<usize>,
+    pub seq_len: Option<usize>,
 
     /// Chooses which windows are taken
     #[arg(long, default_value_t = 0)]
-    seed: u64,
+    pub seed: u64,
 
     /// Jinja chat template, instead of the model's own
     #[arg(long, value_name = "FILE")]
-    chat_template: Option<PathBuf>,
+    pub chat_template: Option<PathBuf>,
 }
 
 impl EvaluationDataArgs {

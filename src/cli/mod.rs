@@ -4,9 +4,11 @@ mod against;
 mod bench;
 mod calibrate;
 mod card;
+mod check;
 mod collect;
 mod common;
 mod devices;
+mod diff;
 mod fit;
 mod generate;
 mod inspect;
@@ -53,6 +55,8 @@ enum Command {
     Verify(verify::Args),
     Report(report::Args),
     Card(card::Args),
+    Diff(diff::Args),
+    Check(check::Args),
     Devices(devices::Args),
     Bench(bench::Args),
     Completions(shell::CompletionsArgs),
@@ -95,6 +99,8 @@ pub fn run(cli: &Cli) -> Result<Outcome> {
         Command::Verify(args) => verify::run(args),
         Command::Report(args) => report::run(args),
         Command::Card(args) => card::run(args),
+        Command::Diff(args) => diff::run(args),
+        Command::Check(args) => check::run(args),
         Command::Devices(args) => devices::run(args),
         Command::Bench(args) => bench::run(args),
         Command::Completions(args) => shell::completions(args),

@@ -1,12 +1,14 @@
 //! Teacher-forced evaluation of quantized caches against full precision.
 
 mod basis;
+pub mod diff;
 mod methods;
 pub mod metrics;
 mod real;
 mod report;
 mod simulate;
 mod thresholds;
+pub mod tolerances;
 mod validate;
 
 pub use basis::{Basis, principal_cosines};

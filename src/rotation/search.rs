@@ -134,11 +134,23 @@ impl<'a> Objective<'a> {
     /// # Errors
     /// Where the transform is of another head_dim.
     pub fn error(&self, side: SideName, transform: &Transform) -> Result<OutputError> {
+        self.error_of(side, &|rows| transform.roundtrip(rows))
+    }
+
+    /// The error where `side` is read back through `store` (rows in, as many rows out).
+    ///
+    /// # Errors
+    /// What `store` returns.
+    pub fn error_of(
+        &self,
+        side: SideName,
+        store: &dyn Fn(&[f32]) -> Result<Vec<f32>>,
+    ) -> Result<OutputError> {
         let mut total = OutputError::default();
         for (prompt, probe) in &self.prompts {
             let output = match side {
-                SideName::K => probe.output(Some(&transform.roundtrip(&prompt.k)?), None)?,
-                SideName::V => probe.output(None, Some(&transform.roundtrip(&prompt.v)?))?,
+                SideName::K => probe.output(Some(&store(&prompt.k)?), None)?,
+                SideName::V => probe.output(None, Some(&store(&prompt.v)?))?,
             };
             total = total + self.compare(prompt, probe.o(), &output);
         }
