@@ -17,4 +17,5 @@ model=$(scripts/fetch-smollm2.py target/models)
 "$oscar" validate "$entry" --model "$model" --moments "$moments" --against oscar,hadamard,naive --tokens 8192
 
 printf '\nThe zoo entry lies in %s\n' "$entry"
+printf 'Look at it:    %s/report.html\n' "$entry"
 printf 'Look into it:  %s inspect %s\n' "$oscar" "$entry"
