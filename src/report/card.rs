@@ -273,7 +273,7 @@ fn served(entry: &Entry) -> Vec<&'static str> {
 fn usage(entry: &Entry) -> String {
     let mut out = String::from(
         "### oscar\n\n```sh\noscar verify ENTRY\noscar validate ENTRY --model MODEL --against oscar\n\
-         oscar report ENTRY\n```\n\n`ENTRY` is the folder with `rotations.safetensors`, `MODEL` a Hugging Face folder, \
+         oscar generate --model MODEL --zoo ENTRY --prompt 'Once upon a time'\n```\n\n`ENTRY` is the folder with `rotations.safetensors`, `MODEL` a Hugging Face folder, \
          a GGUF file, or a hub id.\n",
     );
     let rounding = entry
