@@ -225,7 +225,7 @@ fn by_candle(
             let seen = Seen::new(start, end, device)?;
             let exact = hats
                 .as_ref()
-                .map(|(.., h)| seen.exact(h)?.broadcast_as(shape))
+                .map(|(.., h)| seen.exact(h)?.broadcast_as(shape)?.contiguous())
                 .transpose()?;
             let scores = match (&exact, &hats) {
                 (Some(exact), Some((k_hat, ..))) => {
@@ -233,8 +233,12 @@ fn by_candle(
                 }
                 _ => score(&k)?,
             };
-            let causal = seen.causal()?.broadcast_as(shape)?;
-            let scores = causal.where_cond(&scores, &never.broadcast_as(shape)?)?;
+            // Only the block's own tokens hide some from its queries, and a mask with strides is slow.
+            let square = (heads, n, n);
+            let own = scores.narrow(2, start, n)?;
+            let causal = seen.causal()?.narrow(1, start, n)?.broadcast_as(square)?;
+            let own = causal.where_cond(&own, &never.broadcast_as(square)?)?;
+            scores.slice_set(&own, 2, start)?;
             let p = softmax_last_dim(&scores)?;
             drop(scores);
             let o = match (&exact, &hats) {
