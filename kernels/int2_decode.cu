@@ -4,39 +4,22 @@
 // One query token a sequence, GQA of up to 16 query heads a KV head.  In INT2 pages K and V are 2-bit codes with one bf16
 // scale and zero per (token, KV head, side):  value = (code - zero) * scale.  72 bytes a token a KV head at d = 128.
 //
-// ---- INT2 parts (64 tokens; 32 at d = 256) ------------------------------------------------------------------------
-// Nothing is dequantized.  With q as two signed 8-bit digits (16-bit fixed point) and p as two unsigned ones,
-//   score_th = s_t * gamma_h * ( c_t . Q_h  -  z_t * sum(Q_h) )                 c_t . Q_h on mma.m16n8k32 u8 x s8
-//   out_h    = ( sum_t U_th c_t  -  sum_t U_th z_t ) / l_h,  U = round(p * s)     sum U c   on mma.m16n8k32 u8 x u8
-// and a masked word is already four u8 operands.  The four 2-bit slots of a byte belong to four tokens (keys) or four
-// channels (values), that is to four accumulator rows, so a slot's factor 4^p is taken out of its row afterwards.  Rows
-// may even be mixed: with masks 0x03, 0x0f, 0x3f and none, row p holds the sum of slots 0..p, and row p minus row p-1
-// is slot p, exactly, in int32: three ANDs for sixteen codes.  The 8 columns of an MMA hold 4 heads x 2 digits (high,
-// low), so that a thread's accumulator pair is (high, low) of one head: thread (g, qd) = (lane / 4, lane % 4) owns head qd
-// of each n-tile.
-//
-// ---- BF16 tiles (8 tokens) ----------------------------------------------------------------------------------------
-// Keys on m16n8k16: rows 8..15 take a token's next 4 channels, and columns 2h, 2h+1 the matching channels of q of head h,
-// so the score is c0 + c3 and no row is padding.  Values on m16n8k8 with p as a (high, low) pair of bf16 in columns 2h,
-// 2h+1: the same ownership as above, and 16 bits of p.
+// INT2 parts (64 tokens; 32 at d = 256) are read by decode_digits.cuh (groups of up to 4 heads) or decode_halves.cuh, BF16
+// tiles (8 tokens) by decode_tiles.cuh; this file has what feeds them, merges their results, and divides the work.
 //
 // Requires: scales are positive normal numbers (the codec keeps them >= 1e-8).  Spare slots of a sequence's last tile may
 // hold anything.  Sequences without tokens are left out: their outputs stay as they are.
-// Precision: q to 2^-16..2^-15 of the head's largest |q|, p*s to 2^-14..2^-16 of the warp's largest with error carry,
-// everything between exact or f32.  Beyond |score| of about 200 the output's relative error passes 5e-3.
-//
 // ---- work split ---------------------------------------------------------------------------------------------------
 // An item is (sequence, KV head): its tiles, then its parts.  All items form one line, cut into equal runs, one a block
 // (stream-K; the number of blocks is chosen so that cuts fall on item boundaries where that is cheaper).  In a block one
 // producer warp fills a ring of ST rows of NW slots with cp.async.bulk; each slot (a part, a tile, or at d = 256 the keys
-// or the values of a tile) is taken by W consumer warps, which have 4*NT heads each; the producer also brings the query,
+// or the values of a tile) is taken by W consumer warps, which have HT*NT heads each; the producer also brings the query,
 // runs ahead across items, and no block barrier is in the loop.  At the end of an item the consumers merge in shared
 // memory; an item cut over several blocks is merged by the last block to arrive.
 // The plan (Blk, Seg) depends on lengths and page tables only: `int2_decode_plan` makes it once a step, for every layer.
-#include <cuda_bf16.h>
-#include <stdint.h>
-
-#define DEV __device__ __forceinline__
+#include "decode_digits.cuh"
+#include "decode_halves.cuh"
+#include "decode_tiles.cuh"
 
 // ------------------------------------------------------------------------------------------------ work descriptors
 struct Seg {            // a run over one item, for one block                                              48 bytes
@@ -59,8 +42,8 @@ struct Args {
   const int* windows;       // [B][max_windows] page ids
   const Blk* blks;          // [grid]
   const Seg* segs;
-  float* part_o;            // [parts][4*NT*W][D]  sum p v, not normalised
-  float2* part_ml;          // [parts][4*NT*W]     (m, l), base-2 exponents
+  float* part_o;            // [parts][heads][D]   sum p v, not normalised
+  float2* part_ml;          // [parts][heads]      (m, l), base-2 exponents
   int* counter;             // [parts] zero before the first launch; left zero
   __nv_bfloat16* out;       // [B][HQ][D]
   float* out_f32;           // [B][HQ][D] or null
@@ -69,106 +52,33 @@ struct Args {
   float scale_log2;         // softmax scale * log2(e)
 };
 
-// ------------------------------------------------------------------------------------------------ PTX wrappers
-DEV uint32_t smem_u32(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
-DEV void mbar_init(uint32_t bar, int n) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(n) : "memory"); }
-DEV void mbar_expect(uint32_t bar, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
-}
-DEV void mbar_arrive(uint32_t bar) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory"); }
-template <int THREADS> DEV void consumer_sync() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
-DEV void mbar_wait(uint32_t bar, uint32_t parity) {
-  asm volatile(
-      "{\n .reg .pred p;\nW:\n mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n @p bra D;\n bra W;\nD:\n}" ::"r"(bar), "r"(parity)
-      : "memory");
-}
-DEV void bulk_load(uint32_t dst, const void* src, int bytes, uint32_t bar) {  // read once: evict first
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(dst),
-      "l"(src), "r"(bytes), "r"(bar), "l"(0x12F0000000000000ull)
-      : "memory");
-}
-DEV int load_now(const int* p) {  // where it stands, so that its latency is hidden
-  int v;
-  asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(v) : "l"(p));
-  return v;
-}
-DEV void mma_u8s8(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-DEV void mma_u8u8(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-DEV void mma_bf16_k16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-DEV void mma_bf16_k8(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(b0));
-}
-DEV uint32_t transpose8x8(uint32_t x) {
-  uint32_t y;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-  return y;
-}
-DEV uint4 lds128(uint32_t addr) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(addr));
-  return v;
-}
-DEV float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-DEV float lg2(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-DEV float bf_lo(uint32_t w) { return __uint_as_float(w << 16); }
-DEV float bf_hi(uint32_t w) { return __uint_as_float(w & 0xffff0000u); }
-
 // ------------------------------------------------------------------------------------------------ the kernel
-constexpr float NOTHING = -1e30f;  // the maximum of no scores; finite, so that differences are numbers
-constexpr int TILE_TOKENS = 8, PAGE_TILES = 8;
-
-template <int D>
-struct Format {
-  static constexpr int PART = D > 128 ? 32 : 64;          // tokens of an INT2 part
-  static constexpr int BLOB = PART * (D / 2 + 8);          // its bytes
-  static constexpr int PAGE_PARTS = 64 / PART;
-  static constexpr int HALVES = D > 128 ? 2 : 1;           // slots of a tile
-  static constexpr int TILE = 32 * D;                      // bytes of a tile: keys, then values
-  static constexpr int SLOT = BLOB > TILE / HALVES ? BLOB : TILE / HALVES;
-};
-
-template <int D, int NT, int W, int NW>
-struct Shared {
-  // OS: padded row, free of bank conflicts.  OB: where memory allows, the merge of one run does not hold up the next one.
-  static constexpr int NH = 4 * NT * W, OS = D + 8, OB = NH > 4 ? 1 : 2;
-  float o[OB][NW * W][4 * NT][OS];           // merge of the warps
-  float2 ml[OB][NW * W][4 * NT];
-  __align__(16) __nv_bfloat16 q[2][NH * D];  // query of the current and the next run
+template <int D, int NH, int W, int NW>
+struct Shared {  // NH: heads of a warp
+  // OB: where memory allows, the merge of one run does not hold up the next one.
+  static constexpr int OB = NH * W > 4 ? 1 : 2;
+  float o[OB][NW * W][NH][Format<D>::OS];  // merge of the warps
+  float2 ml[OB][NW * W][NH];
+  __align__(16) __nv_bfloat16 q[2][NH * W * D];  // query of the current and the next run
   Seg seg[2];
   uint64_t qfull[2], qempty[2], full[8][NW], empty[8];
   int last;
 };
 
-// D head_dim, NT n-tiles of 4 query heads a warp, W warps a slot, NW slots a row, ST rows of the ring, TG tokens of a part
-// whose softmax is done at once.  Quarter SMs share out registers and issue slots: 16384 / (32 * warps of a quarter).
-template <int D, int NT, int W, int NW, int ST, int TG>
+// D head_dim, HT query heads of an n-tile, NT n-tiles of a warp, W warps a slot, NW slots a row, ST rows of the ring, TG
+// tokens of a part whose softmax is done at once (HT 4).  Quarter SMs share out registers and issue slots: 16384 / (32 *
+// warps of a quarter).
+template <int D, int HT, int NT, int W, int NW, int ST, int TG>
 DEV void decode(const Args& a) {
   using F = Format<D>;
-  using S = Shared<D, NT, W, NW>;
-  constexpr int P = F::PART, BLOB = F::BLOB, SLOT = F::SLOT, TILE = F::TILE, HALVES = F::HALVES;
-  constexpr int KS = D / 32, MT = D / 16, MG = D / 64, NU = P / 32, NUG = TG / 32, NK = TG / 8, NH = S::NH, KB = P * D / 4;
-  constexpr int NC = NW * W;  // consumer warps
-  constexpr float LIM = 65000.f, TARGET = 14.f, MAGIC = 12582912.f;  // U < 2^16; a new maximum is set to 2^14
-  static_assert(D % 64 == 0 && TG % 32 == 0 && P % TG == 0 && ST <= 8 && NW <= 32, "");
+  constexpr int NH = HT * NT, NC = NW * W;  // heads of a warp, consumer warps
+  using S = Shared<D, NH, W, NW>;
+  constexpr int BLOB = F::BLOB, SLOT = F::SLOT, TILE = F::TILE, HALVES = F::HALVES;
+  static_assert(D % 64 == 0 && ST <= 8 && NW <= 32, "");
   static_assert(ST * NW * SLOT + sizeof(S) <= 227 * 1024, "too much shared memory");
   extern __shared__ __align__(128) uint8_t smem[];  // ring [ST][NW][SLOT], then S
   S& sh = *(S*)(smem + ST * NW * SLOT);
-  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, qd = lane & 3;
+  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
   const int nheads = a.HQ / a.HK;
   const Blk& blk = a.blks[blockIdx.x];
   const int4 seg_a = __ldg((const int4*)&blk), seg_b = __ldg((const int4*)&blk + 1), seg_c = __ldg((const int4*)&blk + 2);
@@ -241,371 +151,22 @@ DEV void decode(const Args& a) {
   }
 
   // ================================================== consumer warps
-  const int slot = warp % NW, head0 = warp / NW * 4 * NT;
-  // Shared addresses of this lane; kept in registers (asm hides that they could be computed again).
-  uint32_t ring = smem_u32(smem) + slot * SLOT + lane * 16, bar_full = smem_u32(&sh.full[0][slot]), bar_empty = smem_u32(&sh.empty[0]);
-  uint32_t par_off = 2 * KB + g * 16 - lane * 16;
-  asm volatile("" : "+r"(ring), "+r"(bar_full), "+r"(bar_empty), "+r"(par_off));
-  int row = 0, parity = 0;
-  uint32_t st, empty;
-  auto take = [&]() {  // waits for the next row's slot: its address in `st`, what to tell when it is read in `empty`
-    mbar_wait(bar_full + row * (8 * NW), parity);
-    st = ring + row * (NW * SLOT), empty = bar_empty + row * 8;
-    if (++row == ST) row = 0, parity ^= 1;
-  };
-  auto give = [&](uint32_t bar) {
-    __syncwarp();
-    if (lane == 0) mbar_arrive(bar);
-  };
+  const int slot = warp % NW, head0 = warp / NW * NH;
+  Ring<D, NW, ST> ring{smem_u32(smem) + slot * SLOT + lane * 16, smem_u32(&sh.full[0][slot]), smem_u32(&sh.empty[0]), 0, 0, lane, 0, 0};
+  asm volatile("" : "+r"(ring.slot0), "+r"(ring.full0), "+r"(ring.empty0));  // kept in registers, not computed again
   const int runs = 1 + rest.y - rest.x;
 #pragma unroll 1
   for (int run = 0; run < runs; run++) {
     const int qs = run & 1, ob = run & (S::OB - 1);
+    const uint32_t q_read = smem_u32(&sh.qempty[qs]);
     mbar_wait(smem_u32(&sh.qfull[qs]), (run >> 1) & 1);
     const Seg seg = sh.seg[qs];
-    float* const mine = &sh.o[ob][warp][qd][g];  // [4 * nt * OS + 16 * mt + 8 * r]
-
-    if (seg.te > seg.tb) {  // ---------------------- BF16 tiles
-      // B fragments: lane (n = g, qd) holds column n = (head g/2, part g%2), channels qd*D/4 + 8i + 4*part + {0..3}.
-      uint32_t qb[NT][KS][2];
-#pragma unroll
-      for (int nt = 0; nt < NT; nt++) {
-        const int h = head0 + 4 * nt + (g >> 1);
-#pragma unroll
-        for (int i = 0; i < KS; i++) {
-          const uint2 x = h < nheads ? *(const uint2*)(sh.q[qs] + h * D + qd * (D / 4) + 8 * i + 4 * (g & 1)) : make_uint2(0, 0);
-          qb[nt][i][0] = x.x, qb[nt][i][1] = x.y;
-        }
-      }
-      float o[NT][MT][4];  // (channel 16mt+g, p high), (.., p low), (channel 16mt+8+g, p high), (.., p low) of head 4nt+qd
-      float m[NT], l[NT];
-#pragma unroll
-      for (int nt = 0; nt < NT; nt++) {
-        m[nt] = NOTHING, l[nt] = 0.f;
-#pragma unroll
-        for (int mt = 0; mt < MT; mt++) o[nt][mt][0] = o[nt][mt][1] = o[nt][mt][2] = o[nt][mt][3] = 0.f;
-      }
-#pragma unroll 1
-      for (int tile = seg.tb + slot; tile - slot < seg.te; tile += NW) {
-        take();
-        if (tile >= seg.te) {
-          give(empty);
-          if (HALVES == 2) take(), give(empty);
-          continue;
-        }
-        float s[NT][4];
-#pragma unroll
-        for (int nt = 0; nt < NT; nt++) s[nt][0] = s[nt][1] = s[nt][2] = s[nt][3] = 0.f;
-#pragma unroll
-        for (int i = 0; i < KS; i++) {
-          const uint4 w = lds128(st + i * 512);
-#pragma unroll
-          for (int nt = 0; nt < NT; nt++) mma_bf16_k16(s[nt], w.x, w.z, w.y, w.w, qb[nt][i][0], qb[nt][i][1]);
-        }
-        uint32_t values = st + 16 * D;
-        if (HALVES == 2) give(empty), take(), values = st;
-        const int valid = seg.tokens - tile * TILE_TOKENS;
-        const uint32_t mask = (2 * qd < valid ? 0xffffu : 0u) | (2 * qd + 1 < valid ? 0xffff0000u : 0u);
-        float x[NT];  // of token g
-        bool high = false;
-#pragma unroll
-        for (int nt = 0; nt < NT; nt++) {
-          x[nt] = g < valid ? (s[nt][0] + s[nt][3]) * a.scale_log2 : -INFINITY;
-          high |= x[nt] > m[nt] + 20.f;
-        }
-        if (__any_sync(~0u, high)) {  // rare: a new maximum; up to 2^20 above the old one f32 has room
-#pragma unroll
-          for (int nt = 0; nt < NT; nt++) {
-            float y = fmaxf(m[nt], x[nt]);
-            y = fmaxf(y, __shfl_xor_sync(~0u, y, 4));
-            y = fmaxf(y, __shfl_xor_sync(~0u, y, 8));
-            y = fmaxf(y, __shfl_xor_sync(~0u, y, 16));
-            const float f = ex2(m[nt] - y);
-            m[nt] = y, l[nt] *= f;
-#pragma unroll
-            for (int mt = 0; mt < MT; mt++) o[nt][mt][0] *= f, o[nt][mt][1] *= f, o[nt][mt][2] *= f, o[nt][mt][3] *= f;
-          }
-        }
-        uint32_t pb[NT];
-#pragma unroll
-        for (int nt = 0; nt < NT; nt++) {
-          const float p = ex2(x[nt] - m[nt]), hi = bf_hi(__float_as_uint(p));
-          l[nt] += p;
-          const __nv_bfloat162 digits = __floats2bfloat162_rn(hi, p - hi);
-          pb[nt] = transpose8x8(reinterpret_cast<const uint32_t&>(digits));
-        }
-#pragma unroll
-        for (int v = 0; v < MT / 2; v++) {
-          const uint4 w = lds128(values + v * 512);
-          if (v == MT / 2 - 1) give(empty);
-#pragma unroll
-          for (int nt = 0; nt < NT; nt++) {
-            mma_bf16_k8(o[nt][2 * v], w.x & mask, w.y & mask, pb[nt]);
-            mma_bf16_k8(o[nt][2 * v + 1], w.z & mask, w.w & mask, pb[nt]);
-          }
-        }
-      }
-      // Into this warp's place of the merge, where the parts' share is added to it by the same threads.
-#pragma unroll
-      for (int nt = 0; nt < NT; nt++) {
-#pragma unroll
-        for (int s = 4; s < 32; s *= 2) l[nt] += __shfl_xor_sync(~0u, l[nt], s);
-#pragma unroll
-        for (int mt = 0; mt < MT; mt++) {
-          mine[4 * nt * S::OS + 16 * mt] = o[nt][mt][0] + o[nt][mt][1];
-          mine[4 * nt * S::OS + 16 * mt + 8] = o[nt][mt][2] + o[nt][mt][3];
-        }
-        if (g == 0) sh.ml[ob][warp][4 * nt + qd] = make_float2(m[nt], l[nt]);
-      }
-      if (seg.pe == seg.pb) give(smem_u32(&sh.qempty[qs]));
-      __syncwarp();
-    }
-
-    if (seg.pe > seg.pb) {  // ---------------------- INT2 parts
-      // Query digits as B fragments: lane (n = g, qd) holds column n = (head g/2, digit g%2), channels qd*D/4 + 8i + {0..7}.
-      // x*al + 1.5*2^23 holds Q = round(x*al) in its low mantissa bits; adding 128 first makes byte 1 the rounded high digit.
-      uint32_t qb[NT][KS][2];
-      // Slot p carries 4^p:  score (base 2) = s * 2^(-e-2p) * (dot_p - z * 4^p sum), the power folded into the unpacking of s.
-      // With many heads the powers of p stay with s and z, which costs two instructions a token and saves registers.
-      constexpr int POWERS = NT > 2 ? 1 : 4;
-      float sumq[NT][POWERS];  // of head 4*nt + qd
-      int sexp[NT][POWERS];
-#pragma unroll
-      for (int nt = 0; nt < NT; nt++) {
-        const int h = head0 + 4 * nt + (g >> 1);
-        uint32_t v[4 * KS];
-        __nv_bfloat162 am = __float2bfloat162_rn(0.f);
-#pragma unroll
-        for (int i = 0; i < KS; i++) {
-          const uint4 x = h < nheads ? *(const uint4*)(sh.q[qs] + h * D + qd * (D / 4) + 8 * i) : make_uint4(0, 0, 0, 0);
-          v[4 * i] = x.x, v[4 * i + 1] = x.y, v[4 * i + 2] = x.z, v[4 * i + 3] = x.w;
-        }
-#pragma unroll
-        for (int k = 0; k < 4 * KS; k++) am = __hmax2(am, __habs2(reinterpret_cast<__nv_bfloat162&>(v[k])));
-        float amax = fmaxf(__low2float(am), __high2float(am));
-        amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
-        amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
-        // al = scale * 2^e, e as large as |Q| <= 32512 allows
-        const int e = min(max((__float_as_int(32512.f / (a.scale_log2 * amax)) >> 23) - 127, -30), 60);
-        const float al = a.scale_log2 * __int_as_float((e + 127) << 23), magic = MAGIC + ((g & 1) ? 0.f : 128.f);
-        const uint32_t sel = (g & 1) ? 0x40 : 0x51;
-        float sum = 0.f;
-#pragma unroll
-        for (int k = 0; k < 2 * KS; k++) {  // 4 channels each: words 2k, 2k+1
-          const float y0 = fmaf(bf_lo(v[2 * k]), al, magic), y1 = fmaf(bf_hi(v[2 * k]), al, magic);
-          const float y2 = fmaf(bf_lo(v[2 * k + 1]), al, magic), y3 = fmaf(bf_hi(v[2 * k + 1]), al, magic);
-          sum += ((y0 - magic) + (y1 - magic)) + ((y2 - magic) + (y3 - magic));
-          qb[nt][k >> 1][k & 1] = __byte_perm(__byte_perm(__float_as_uint(y0), __float_as_uint(y1), sel),
-                                              __byte_perm(__float_as_uint(y2), __float_as_uint(y3), sel), 0x5410);
-        }
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        const float sq = __shfl_sync(~0u, sum, qd * 8);
-        const int es = __shfl_sync(~0u, e, qd * 8);
-#pragma unroll
-        for (int p = 0; p < POWERS; p++) sumq[nt][p] = sq * (1 << (2 * p)), sexp[nt][p] = -(es + 2 * p) * (1 << 23);
-      }
-      give(smem_u32(&sh.qempty[qs]));
-
-      int oacc[NT][MT][4];  // (channel 16mt+g, high), (.., low), (channel 16mt+8+g, high), (.., low) of head 4nt+qd
-      float m[NT], l[NT], pz[NT], rr[NT][4];  // rr: rounding errors carried from token to token, four chains
-#pragma unroll
-      for (int nt = 0; nt < NT; nt++) {
-        m[nt] = l[nt] = pz[nt] = rr[nt][0] = rr[nt][1] = rr[nt][2] = rr[nt][3] = 0.f;
-#pragma unroll
-        for (int mt = 0; mt < MT; mt++) oacc[nt][mt][0] = oacc[nt][mt][1] = oacc[nt][mt][2] = oacc[nt][mt][3] = 0;
-      }
-      bool fresh = true;  // the reference m is not set yet
-      int left = -1;      // parts until the accumulators are looked after; below 0: now
-
-#pragma unroll 1
-      for (int part = seg.pb + slot; part - slot < seg.pe; part += NW) {
-        take();
-        if (part >= seg.pe) {
-          give(empty);
-          continue;
-        }
-        // TG tokens at a time
-#pragma unroll 1
-        for (int u0 = 0; u0 < NU; u0 += NUG) {
-          const uint32_t codes = NU == NUG ? st : st + u0 * (MG * 512), params = NU == NUG ? st + par_off : st + par_off + u0 * 256;
-          // scores of 32 tokens: tile 0 has slots 0 | 0+1 in rows g | g+8, tile 1 has slots 0+1+2 | 0+1+2+3
-          float x[NT][NK], sv[NK], zv[NK];  // this thread's tokens 8k + g
-#pragma unroll
-          for (int u = 0; u < NUG; u++) {
-            int acc[NT][2][4];
-#pragma unroll
-            for (int nt = 0; nt < NT; nt++)
-#pragma unroll
-              for (int k = 0; k < 8; k++) acc[nt][k >> 2][k & 3] = 0;
-#pragma unroll
-            for (int v = 0; v < MG; v++) {
-              const uint4 w4 = lds128(codes + (u * MG + v) * 512);
-#pragma unroll
-              for (int e = 0; e < 2; e++) {  // k-step of 32 channels: words 4v + 2e, 4v + 2e + 1
-                const uint32_t w0 = e ? w4.z : w4.x, w1 = e ? w4.w : w4.y;
-#pragma unroll
-                for (int nt = 0; nt < NT; nt++) {
-                  const uint32_t b0 = qb[nt][2 * v + e][0], b1 = qb[nt][2 * v + e][1];
-                  mma_u8s8(acc[nt][0], w0 & 0x03030303, w0 & 0x0f0f0f0f, w1 & 0x03030303, w1 & 0x0f0f0f0f, b0, b1);
-                  mma_u8s8(acc[nt][1], w0 & 0x3f3f3f3f, w0, w1 & 0x3f3f3f3f, w1, b0, b1);
-                }
-              }
-            }
-            uint32_t sz[4];
-#pragma unroll
-            for (int t = 0; t < 2; t++) {
-              const uint4 w = lds128(params + (2 * u + t) * 128);
-              sz[2 * t] = w.x, sz[2 * t + 1] = w.y;
-              sv[4 * u + 2 * t] = bf_lo(w.z), sv[4 * u + 2 * t + 1] = bf_lo(w.w), zv[4 * u + 2 * t] = bf_hi(w.z), zv[4 * u + 2 * t + 1] = bf_hi(w.w);
-            }
-            int wide_s[4];
-            float wide_z[4];
-            if (POWERS == 1)
-#pragma unroll
-              for (int p = 0; p < 4; p++) wide_s[p] = sz[p] * 65536 - 2 * p * (1 << 23), wide_z[p] = bf_hi(sz[p]) * (1 << (2 * p));
-#pragma unroll
-            for (int nt = 0; nt < NT; nt++) {
-              int below = 0;
-#pragma unroll
-              for (int p = 0; p < 4; p++) {
-                const int upto = acc[nt][p >> 1][2 * (p & 1)] * 256 + acc[nt][p >> 1][2 * (p & 1) + 1];
-                // bf16 scale (normal) times a power of two
-                const float s = __int_as_float(POWERS == 1 ? wide_s[p] + sexp[nt][0] : sz[p] * 65536 + sexp[nt][p % POWERS]);
-                const float z = POWERS == 1 ? wide_z[p] : bf_hi(sz[p]);
-                x[nt][4 * u + p] = fmaf(s, fmaf(-z, sumq[nt][p % POWERS], (float)(upto - below)), -m[nt]);
-                below = upto;
-              }
-            }
-          }
-          // p = 2^x; U = round(p*s) with the rounding error carried along: mass is kept however small single weights are.
-          // v + 1.5*2^23 leaves the integer in the low mantissa bits; bytes (1, 0) are the digits.
-          float pr[NT][NK], u[NT][NK];
-          uint32_t pb[NT][NUG][2];
-          auto weights = [&]() {
-            float mx[4];
-#pragma unroll
-            for (int nt = 0; nt < NT; nt++) {
-#pragma unroll
-              for (int k = 0; k < NK; k++) pr[nt][k] = ex2(x[nt][k]);
-#pragma unroll
-              for (int t = 0; t < NK / 2; t++) {
-                uint32_t dg[2];
-#pragma unroll
-                for (int r = 0; r < 2; r++) {
-                  const int k = 2 * t + r, c = k & 3;
-                  const float v = fmaf(pr[nt][k], sv[k], rr[nt][c]), y = v + MAGIC;
-                  u[nt][k] = y - MAGIC;
-                  rr[nt][c] = v - u[nt][k];
-                  mx[c] = nt || k > 3 ? fmaxf(mx[c], v) : v;
-                  dg[r] = __float_as_uint(y);
-                }
-                // columns 2h, 2h+1 of an 8x8 b16 matrix: the high digits of tokens g, g+8; their low digits
-                pb[nt][t >> 1][t & 1] = __byte_perm(dg[0], dg[1], 0x4051);
-              }
-            }
-            return fmaxf(fmaxf(mx[0], mx[1]), fmaxf(mx[2], mx[3]));
-          };
-          const float mx = weights();
-          if (__builtin_expect(__any_sync(~0u, mx > LIM) || left < 0, 0)) {
-            // Rare: the first part, a new maximum of p*s (the reference moves so that it becomes 2^TARGET), or the sums may
-            // have grown past half of int32: 256 parts add at most 255 * 255 * 64 * 256 < 2^30.
-            int sums = 0;
-#pragma unroll
-            for (int nt = 0; nt < NT; nt++)
-#pragma unroll
-              for (int mt = 0; mt < MT; mt++) sums |= oacc[nt][mt][0] | oacc[nt][mt][1] | oacc[nt][mt][2] | oacc[nt][mt][3];
-            const bool full = __any_sync(~0u, sums >= 1 << 30);
-            if (left < 0) left = 256;
-#pragma unroll
-            for (int nt = 0; nt < NT; nt++) {
-              float y = -INFINITY;
-#pragma unroll
-              for (int k = 0; k < NK; k++) x[nt][k] += m[nt], y = fmaxf(y, x[nt][k] + lg2(fmaxf(sv[k], 1e-30f)));
-              y = fmaxf(y, __shfl_xor_sync(~0u, y, 4));
-              y = fmaxf(y, __shfl_xor_sync(~0u, y, 8));
-              y = fmaxf(y, __shfl_xor_sync(~0u, y, 16));
-              // m moves by a whole number of octaves, so that the integer accumulators are rescaled by shifts
-              const float up = y - m[nt] > 15.9f ? ceilf(y - m[nt] - TARGET) : full ? 1.f : 0.f;
-              if (fresh) m[nt] = y - TARGET;
-              else if (up > 0.f) {
-                const float f = ex2(-up);
-                m[nt] += up, l[nt] *= f, pz[nt] *= f;
-#pragma unroll 1
-                for (int more = (int)fminf(up, 64.f); more > 0; more -= 16) {
-                  const int n = min(more, 16);
-#pragma unroll
-                  for (int mt = 0; mt < MT; mt++)
-#pragma unroll
-                    for (int r = 0; r < 2; r++) {
-                      int &hi = oacc[nt][mt][2 * r], &lo = oacc[nt][mt][2 * r + 1];
-                      lo = ((uint32_t)lo + (hi & ((1 << n) - 1)) * 256u) >> n;
-                      hi = (uint32_t)hi >> n;
-                    }
-                }
-              }
-#pragma unroll
-              for (int c = 0; c < 4; c++) rr[nt][c] = 0.f;  // the first attempt spoilt them; they are below one unit
-#pragma unroll
-              for (int k = 0; k < NK; k++) x[nt][k] -= m[nt];
-            }
-            fresh = false;
-            weights();
-          }
-#pragma unroll
-          for (int nt = 0; nt < NT; nt++) {
-            float ls[4];
-#pragma unroll
-            for (int k = 0; k < NK; k++) ls[k & 3] = k > 3 ? ls[k & 3] + pr[nt][k] : pr[nt][k], pz[nt] = fmaf(u[nt][k], zv[k], pz[nt]);
-            l[nt] += (ls[0] + ls[1]) + (ls[2] + ls[3]);
-#pragma unroll
-            for (int t = 0; t < NK / 2; t++) pb[nt][t >> 1][t & 1] = transpose8x8(pb[nt][t >> 1][t & 1]);
-          }
-          // out^T[channel][head, digit] += V^T[channel][token] * U[token][head, digit]
-#pragma unroll
-          for (int uu = 0; uu < NUG; uu++)
-#pragma unroll
-            for (int mg = 0; mg < MG; mg++) {
-              const uint4 w = lds128(codes + KB + (uu * MG + mg) * 512);
-              if (uu == NUG - 1 && mg == MG - 1 && (NU == NUG || u0 == NU - NUG)) give(empty);  // all of it is in registers
-#pragma unroll
-              for (int pos = 0; pos < 4; pos++) {
-                const uint32_t mask = ((1u << (2 * pos + 2)) - 1) * 0x01010101u;  // slots 0..pos
-#pragma unroll
-                for (int nt = 0; nt < NT; nt++)
-                  mma_u8u8(oacc[nt][mg * 4 + pos], w.x & mask, w.y & mask, w.z & mask, w.w & mask, pb[nt][uu][0], pb[nt][uu][1]);
-              }
-            }
-        }
-        left--;
-      }
-
-      const bool tiles = seg.te > seg.tb;
-#pragma unroll
-      for (int nt = 0; nt < NT; nt++) {
-#pragma unroll
-        for (int s = 4; s < 32; s *= 2) l[nt] += __shfl_xor_sync(~0u, l[nt], s), pz[nt] += __shfl_xor_sync(~0u, pz[nt], s);
-        float2& ml = sh.ml[ob][warp][4 * nt + qd];
-        const float2 w = tiles ? ml : make_float2(NOTHING, 0.f);
-        if (fresh) m[nt] = NOTHING;
-        const float M = fmaxf(m[nt], w.x), fw = ex2(w.x - M), fp = ex2(m[nt] - M);
-#pragma unroll
-        for (int mt = 0; mt < MT; mt++) {
-          const float f = fp / (1 << (2 * (mt & 3)));
-          int v[4];  // slot mt & 3 alone
-#pragma unroll
-          for (int k = 0; k < 4; k++) v[k] = oacc[nt][mt][k] - ((mt & 3) ? oacc[nt][mt - ((mt & 3) ? 1 : 0)][k] : 0);
-#pragma unroll
-          for (int r = 0; r < 2; r++) {
-            float& o = mine[4 * nt * S::OS + 16 * mt + 8 * r];
-            const float x = fmaf(fmaf((float)v[2 * r], 256.f, (float)v[2 * r + 1]), f, -pz[nt] * fp);
-            o = tiles ? fmaf(o, fw, x) : x;
-          }
-        }
-        __syncwarp();
-        if (g == 0) ml = make_float2(M, fmaf(w.y, fw, l[nt] * fp));
-      }
-    }
+    const Share share{sh.q[qs] + head0 * D, nheads - head0, sh.o[ob][warp][0], sh.ml[ob][warp], a.scale_log2};
+    const bool tiles = seg.te > seg.tb;
+    if (tiles) attend_tiles<D, HT, NT, NW, ST>(ring, share, slot, seg.tb, seg.te, seg.tokens);
+    if (seg.pe == seg.pb) ring.give(q_read);
+    else if constexpr (HT == 4) attend_digits<D, NT, NW, ST, TG>(ring, share, slot, seg.pb, seg.pe, q_read, tiles);
+    else attend_halves<D, NT, NW, ST>(ring, share, slot, seg.pb, seg.pe, q_read, tiles);
 
     // ---- end of the run: merge the warps
     consumer_sync<NC * 32>();
@@ -618,7 +179,7 @@ DEV void decode(const Args& a) {
     };
 #pragma unroll 1
     for (int k = 2 * tid; k < nheads * D; k += NC * 64) {
-      const int h = k / D, ch = k % D, from = h / (4 * NT) * NW, hl = h % (4 * NT);
+      const int h = k / D, ch = k % D, from = h / NH * NW, hl = h % NH;
       float M = NOTHING, L = 0.f;
       float2 o = {0.f, 0.f}, ml[NW];
 #pragma unroll
@@ -631,8 +192,8 @@ DEV void decode(const Args& a) {
       }
       if (seg.npart == 1) emit(h, ch, o, M, L);
       else {
-        __stcg((float2*)(a.part_o + (size_t)seg.part * NH * D + k), o);
-        if (ch == 0) __stcg(a.part_ml + (size_t)seg.part * NH + h, make_float2(M, L));
+        __stcg((float2*)(a.part_o + (size_t)seg.part * NH * W * D + k), o);
+        if (ch == 0) __stcg(a.part_ml + (size_t)seg.part * NH * W + h, make_float2(M, L));
       }
     }
     if (seg.npart > 1) {  // the last block of the item merges
@@ -648,8 +209,8 @@ DEV void decode(const Args& a) {
 #pragma unroll 1
         for (int k = 2 * tid; k < nheads * D; k += NC * 64) {
           const int h = k / D, ch = k % D;
-          const float2* ml = a.part_ml + (size_t)seg.part0 * NH + h;
-          const float* po = a.part_o + (size_t)seg.part0 * NH * D + k;
+          const float2* ml = a.part_ml + (size_t)seg.part0 * NH * W + h;
+          const float* po = a.part_o + (size_t)seg.part0 * NH * W * D + k;
           float M = NOTHING, L = 0.f;
           float2 o = {0.f, 0.f};
 #pragma unroll 1
@@ -659,8 +220,8 @@ DEV void decode(const Args& a) {
 #pragma unroll
             for (int w = 0; w < 16; w++) {
               const bool in = w0 + w < seg.npart;
-              x[w] = in ? __ldcg(&ml[(w0 + w) * NH]) : make_float2(NOTHING, 0.f);
-              y[w] = in ? __ldcg((const float2*)(po + (size_t)(w0 + w) * NH * D)) : make_float2(0.f, 0.f);
+              x[w] = in ? __ldcg(&ml[(w0 + w) * NH * W]) : make_float2(NOTHING, 0.f);
+              y[w] = in ? __ldcg((const float2*)(po + (size_t)(w0 + w) * NH * W * D)) : make_float2(0.f, 0.f);
             }
 #pragma unroll
             for (int w = 0; w < 16; w++) mx = fmaxf(mx, x[w].x);
@@ -681,25 +242,24 @@ DEV void decode(const Args& a) {
 }
 
 // Named by head_dim and query heads a KV head; src/kv/cuda/decode.rs has the same list.
-#define KERNEL(NAME, D, NT, W, NW, ST, TG)                                                                                    \
+#define KERNEL(NAME, D, HT, NT, W, NW, ST, TG)                                                                                \
   extern "C" __global__ void __launch_bounds__(NW* W * 32 + 32, 1) int2_decode_##NAME(                                        \
       const __nv_bfloat16* q, const uint8_t* int2, const uint8_t* bf16, const int* history, const int* windows,               \
       const Blk* blks, const Seg* segs, float* part_o, float2* part_ml, int* counter, __nv_bfloat16* out, float* out_f32,     \
       float* lse, int HQ, int HK, int max_history, int max_windows, float scale_log2) {                                       \
-    decode<D, NT, W, NW, ST, TG>(Args{q, int2, bf16, history, windows, blks, segs, part_o, part_ml, counter, out, out_f32,    \
+    decode<D, HT, NT, W, NW, ST, TG>(Args{q, int2, bf16, history, windows, blks, segs, part_o, part_ml, counter, out, out_f32,    \
                                       lse, HQ, HK, max_history, max_windows, scale_log2});                                    \
   }
-KERNEL(d64_h4, 64, 1, 1, 8, 6, 64)
-KERNEL(d64_h8, 64, 2, 1, 11, 5, 32)
-KERNEL(d64_h12, 64, 3, 1, 11, 3, 32)
-KERNEL(d64_h16, 64, 2, 2, 7, 5, 32)
-KERNEL(d128_h4, 128, 1, 1, 8, 4, 64)
-KERNEL(d128_h8, 128, 2, 1, 11, 3, 32)
-KERNEL(d128_h12, 128, 3, 1, 7, 4, 32)
-KERNEL(d128_h16, 128, 2, 2, 5, 4, 32)
-KERNEL(d256_h4, 256, 1, 1, 7, 4, 32)
-KERNEL(d256_h8, 256, 1, 2, 5, 4, 32)
-KERNEL(d256_h16, 256, 1, 4, 2, 8, 32)
+KERNEL(d64_h4, 64, 4, 1, 1, 8, 6, 64)
+KERNEL(d64_h8, 64, 4, 2, 1, 11, 5, 32)
+KERNEL(d64_h16, 64, 8, 2, 1, 11, 4, 32)
+KERNEL(d128_h4, 128, 4, 1, 1, 8, 4, 64)
+KERNEL(d128_h8, 128, 4, 2, 1, 11, 3, 32)
+KERNEL(d128_h12, 128, 4, 3, 1, 7, 4, 32)
+KERNEL(d128_h16, 128, 8, 2, 1, 7, 4, 32)
+KERNEL(d256_h4, 256, 4, 1, 1, 7, 4, 32)
+KERNEL(d256_h8, 256, 4, 1, 2, 5, 4, 32)
+KERNEL(d256_h16, 256, 8, 1, 2, 5, 4, 32)
 
 // ------------------------------------------------------------------------------------------------ the plan
 // The line: sequences with tokens in order, in each its KV heads, in each its units: `halves` units a tile, one a part.
@@ -711,9 +271,18 @@ struct Line {
 };
 struct Run { int s, h, off; };  // where a run begins: sequence of the line, KV head, unit of the item
 
+// total * i / g, without 64 bits
+DEV uint32_t bound(const Line& L, int i, int g) { return L.total / g * i + L.total % g * i / g; }
+// Which block of g has unit x, were cuts not moved.
+DEV int block_of(const Line& L, uint32_t x, int g) {
+  int i = min((int)((float)x * g / L.total), g - 1);
+  while (i > 0 && bound(L, i, g) > x) i--;
+  while (i + 1 < g && bound(L, i + 1, g) <= x) i++;
+  return i;
+}
 // Where block i of g begins.  Cuts fall between tiles.
 DEV Run locate(const Line& L, int i, int g) {
-  const uint32_t x = (uint32_t)((uint64_t)L.total * i / g);
+  const uint32_t x = bound(L, i, g);
   int s = 0;
   for (int step = 1 << (31 - __clz(L.count)); step; step >>= 1)
     if (s + step < L.count && L.start[s + step] <= x) s += step;
@@ -737,7 +306,7 @@ DEV void walk(const Line& L, int i, int g, Fn f) {
   }
 }
 
-// One block of 1024 threads; shared memory: 16 bytes a sequence.  A partial is numbered block + item: no two are
+// Blocks of 1024 threads, which all choose alike and then write their share; shared memory: 16 bytes a sequence.  A partial is numbered block + item: no two are
 // alike, and those of an item are consecutive.  `row`: slots of a ring's row; no run is shorter, so none is empty.
 extern "C" __global__ void __launch_bounds__(1024, 1) int2_decode_plan(
     const int* history_pages, const int* window_tokens, const int* history, const int* windows, Blk* blks, Seg* segs, int B,
@@ -795,8 +364,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) int2_decode_plan(
     if (worst[c] < best) best = worst[c], g = most - c;
   if (!L.total) g = 0;
 
-  const auto block_of = [&](uint32_t x) { return (int)(((uint64_t)(x + 1) * g - 1) / L.total); };  // that has unit x, uncut
-  for (int i = warp; i < grid; i += 32) {
+  for (int i = blockIdx.x * 32 + warp; i < grid; i += gridDim.x * 32) {
     Blk& blk = blks[i];
     if (i >= g) {
       if (lane == 0) blk.first.b = -1, blk.rest = blk.rest_end = 0;
@@ -806,7 +374,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) int2_decode_plan(
     walk(L, i, g, [&](const Run& r, int to) {
       const int b = L.b[r.s], t = L.tiles[r.s], item = r.s * HK + r.h;
       const uint32_t x0 = L.start[r.s] + r.h * L.n[r.s], x1 = x0 + L.n[r.s];
-      const int part0 = block_of(x0 + (t ? halves - 1 : 0)), last = block_of(x1 - 1);
+      const int part0 = block_of(L, x0 + (t ? halves - 1 : 0), g), last = block_of(L, x1 - 1, g);
       const Seg seg{b, r.h, min(r.off, t) / halves, min(to, t) / halves, max(r.off - t, 0), max(to - t, 0),
                     window_tokens[b], i + item, part0 + item, last - part0 + 1, 0, 0};
       if (runs++ == 0) {

@@ -77,15 +77,14 @@ struct Variant {
 const VARIANTS: &[Variant] = &[
     Variant { name: "int2_decode_d64_h4", head_dim: 64, heads: 4, slots: 8, sharing: 1 },
     Variant { name: "int2_decode_d64_h8", head_dim: 64, heads: 8, slots: 11, sharing: 1 },
-    Variant { name: "int2_decode_d64_h12", head_dim: 64, heads: 12, slots: 11, sharing: 1 },
-    Variant { name: "int2_decode_d64_h16", head_dim: 64, heads: 16, slots: 7, sharing: 2 },
+    Variant { name: "int2_decode_d64_h16", head_dim: 64, heads: 16, slots: 11, sharing: 1 },
     Variant { name: "int2_decode_d128_h4", head_dim: 128, heads: 4, slots: 8, sharing: 1 },
     Variant { name: "int2_decode_d128_h8", head_dim: 128, heads: 8, slots: 11, sharing: 1 },
     Variant { name: "int2_decode_d128_h12", head_dim: 128, heads: 12, slots: 7, sharing: 1 },
-    Variant { name: "int2_decode_d128_h16", head_dim: 128, heads: 16, slots: 5, sharing: 2 },
+    Variant { name: "int2_decode_d128_h16", head_dim: 128, heads: 16, slots: 7, sharing: 1 },
     Variant { name: "int2_decode_d256_h4", head_dim: 256, heads: 4, slots: 7, sharing: 1 },
     Variant { name: "int2_decode_d256_h8", head_dim: 256, heads: 8, slots: 5, sharing: 2 },
-    Variant { name: "int2_decode_d256_h16", head_dim: 256, heads: 16, slots: 2, sharing: 4 },
+    Variant { name: "int2_decode_d256_h16", head_dim: 256, heads: 16, slots: 5, sharing: 2 },
 ];
 
 /// What a block of Hopper may use, and the fast kernel does.
@@ -394,7 +393,7 @@ impl Fast {
             .arg(&halves)
             .arg(&row);
         let config = LaunchConfig {
-            grid_dim: (1, 1, 1),
+            grid_dim: (self.grid.div_ceil(32) as u32, 1, 1),
             block_dim: (1024, 1, 1),
             shared_mem_bytes: 16 * step.batch as u32,
         };
