@@ -1,4 +1,5 @@
-// INT2 parts on f16 MMA, eight query heads an n-tile: half the columns of int8 MMA a head, and those are the slower ones.
+// INT2 parts on f16 MMA, eight query heads an n-tile: more instructions to spread the codes, fewer for each head's softmax,
+// so it is for many heads.
 //
 // The scheme of decode_digits.cuh with other operands.  A code masked out of the low byte of a 16-bit half is an f16
 // number, subnormal, of value code * 4^p * 2^-24; q times a power of two is exact in f16 (29 octaves below the largest of

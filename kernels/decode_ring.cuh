@@ -103,7 +103,10 @@ struct Ring {
     at = slot0 + row * (NW * Format<D>::SLOT), empty = empty0 + row * 8;
     if (++row == ST) row = 0, parity ^= 1;
   }
+  // Bulk copies are another proxy: without the fence the next copy into the slot may overtake reads of it, seen as rare
+  // wrong rows where a ring of two rows goes round quickly.
   DEV void give(uint32_t bar) const {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncwarp();
     if (lane == 0) mbar_arrive(bar);
   }

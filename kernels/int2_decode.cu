@@ -241,7 +241,7 @@ DEV void decode(const Args& a) {
   }
 }
 
-// Named by head_dim and query heads a KV head; src/kv/cuda/decode.rs has the same list.
+// Named by head_dim and most query heads a KV head; `VARIANTS` in src/kv/cuda/decode.rs is the same list.
 #define KERNEL(NAME, D, HT, NT, W, NW, ST, TG)                                                                                \
   extern "C" __global__ void __launch_bounds__(NW* W * 32 + 32, 1) int2_decode_##NAME(                                        \
       const __nv_bfloat16* q, const uint8_t* int2, const uint8_t* bf16, const int* history, const int* windows,               \

@@ -530,8 +530,13 @@ fn tensor_core_pages_of_every_length() {
         return;
     };
     let mut cases = Vec::new();
+    // Many short sequences: blocks go from item to item, and rings round, within a few rows.
+    let many: Vec<Length> = (0..150).map(|i| (i % 5, 1 + 37 * i % 320)).collect();
     for head_dim in [64, 128, 256] {
         cases.push(case(head_dim, 8, 2, &boundaries()));
+        for sharing in [4, 8, 12, 16] {
+            cases.push(case(head_dim, 2 * sharing, 2, &many[..40]));
+        }
         cases.push(case(head_dim, 16, 4, &LONG));
         // Windows alone, many pages of them: a cache that is never demoted.
         cases.push(case(head_dim, 4, 1, &[(0, 9001), (0, 64), (0, 1234)]));
@@ -562,7 +567,6 @@ fn tensor_core_pages_of_every_length() {
         };
         cases.push(flat);
     }
-    let many: Vec<Length> = (0..150).map(|i| (i % 5, 1 + 37 * i % 320)).collect();
     cases.push(case(128, 8, 2, &many));
     all(&device, &cases);
 }

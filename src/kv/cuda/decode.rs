@@ -61,7 +61,7 @@ pub struct Output<'a> {
     pub exact: Option<CudaViewMut<'a, f32>>,
 }
 
-/// A variant of the fast kernel, as `KERNELS` in `kernels/int2_decode.cu` lists them.
+/// A variant of the fast kernel; the `KERNEL` lines of `kernels/int2_decode.cu` are the same list.
 struct Variant {
     name: &'static str,
     head_dim: usize,
