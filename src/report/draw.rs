@@ -531,7 +531,12 @@ pub fn log_ticks(range: &Range<f64>) -> Vec<f64> {
     let stride = ((decades / 5.0).ceil() as i32).max(1);
     ((range.start.floor() as i32)..=(range.end.ceil() as i32))
         .filter(|decade| decade.rem_euclid(stride) == 0 || steps.len() > 1)
-        .flat_map(|decade| steps.iter().map(move |s| s * 10f64.powi(decade)))
+        // Divided, not multiplied by 0.1: 3 / 10 is 0.3.
+        .flat_map(|decade| {
+            let power = 10f64.powi(decade.abs());
+            let scaled = move |s: &f64| if decade < 0 { s / power } else { s * power };
+            steps.iter().map(scaled)
+        })
         .filter(|t| {
             let at = t.log10();
             at >= range.start - 1e-9 && at <= range.end + 1e-9
