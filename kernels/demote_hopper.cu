@@ -173,32 +173,30 @@ DEV void copy16(void* to, const void* from) {
 DEV void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT> DEV void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
 
-// What a block and its warps work on.
-template <int D, int WARPS, int PASS> struct Work {  // PASS: tokens of a pass, 16 or 32
+// What a block and its warps work on: tiles of 32 tokens of one head and side.
+template <int D, int WARPS> struct Work {
   using S = Sizes<D>;
-  int side, head, tid, warp, lane, passes, step, pass, lead;
-  const bf16* x;
-  int stride;
   const Args& a;
+  int side, head, tid, warp, lane, tile, tiles, step, lead, stride;
+  const bf16* x;
 
   DEV Work(const Args& a) : a(a) {
     const int unit = a.first_unit + blockIdx.x % a.units;
     side = unit / a.kv_heads, head = unit % a.kv_heads;
     tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
-    passes = a.tokens / PASS, step = gridDim.x / a.units * WARPS * (32 / PASS);
-    // The four warps of a group go on together, as long as the first of them has work.
-    lead = warp % 4 * (32 / PASS), pass = (blockIdx.x / a.units * WARPS + warp) * (32 / PASS);
+    tile = blockIdx.x / a.units * WARPS + warp, tiles = a.tokens / 32, step = gridDim.x / a.units * WARPS;
+    lead = warp % 4;
     x = (side ? a.v : a.k) + head * D, stride = side ? a.v_stride : a.k_stride;
   }
-  // Both passes of 32 tokens, then the next 32.
-  DEV int next() const { return PASS == 32 ? pass + step : pass % 2 ? pass + step - 1 : pass + 1; }
-  DEV void fetch(int pass, uint8_t* to) const {
+  // The four warps of a group go on together, as long as the first of them has work.
+  DEV bool more() const { return tile - lead < tiles; }
+  template <int TOKENS> DEV void fetch(int first, uint8_t* to) const {
     constexpr int AT_ONCE = 256 / D;  // rows
     const int row = lane / (D / 8), at = lane % (D / 8);
-    const bf16* from = x + (size_t)(pass * PASS + row) * stride + at * 8;
+    const bf16* from = x + (size_t)(first + row) * stride + at * 8;
     to += row * S::ROW + at * 16;
 #pragma unroll
-    for (int i = 0; i < PASS / AT_ONCE; i++, from += AT_ONCE * stride) copy16(to + i * AT_ONCE * S::ROW, from);
+    for (int i = 0; i < TOKENS / AT_ONCE; i++, from += AT_ONCE * stride) copy16(to + i * AT_ONCE * S::ROW, from);
     end_copies();
   }
   DEV void copy(void* to, const void* from, int bytes) const {
@@ -211,105 +209,105 @@ template <int D, int KMAX> DEV void nearest(const Args& a) {
   using S = Sizes<D>;
   constexpr int WARPS = 16, TILE = 16 * S::ROW;
   extern __shared__ __align__(128) uint8_t memory[];
-  Work<D, WARPS, 16> work(a);
+  Work<D, WARPS> work(a);
   const int unit = work.side * a.kv_heads + work.head, lane = work.lane, g = lane / 4, q = lane % 4, k = a.ranks[unit];
   float* bias = (float*)(memory + S::MATRIX);
   uint8_t* rows = memory + S::MATRIX + S::BIAS + work.warp * 2 * TILE;
   work.copy(memory, a.matrix + (size_t)unit * (S::MATRIX / 16), S::MATRIX);
   work.copy(bias, a.bias + unit * D, S::BIAS);
-  work.fetch(min(work.pass, work.passes - 1), rows);
+  work.template fetch<16>(min(work.tile, work.tiles - 1) * 32, rows);
   wait_for_copies<0>();
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncthreads();
 
-  int buffer = 0;
   uint32_t w[D / 16];
 #pragma unroll 1
-  for (; work.pass - work.lead < work.passes; work.pass = work.next()) {
-    const bool in = work.pass < work.passes;
-    const int second = work.pass & 1, half = work.pass >> 1 & 1;  // 16 of 32 tokens, 32 of the page
-    const int number = a.pages[in ? work.pass >> 2 : 0];
-    float c[S::TILES][4];
+  for (; work.more(); work.tile += work.step) {
+    const bool in = work.tile < work.tiles;
+    const int half = work.tile % 2, number = a.pages[in ? work.tile / 2 : 0];
 #pragma unroll
-    for (int n = 0; n < S::TILES; n++) {
-      const float2 b = *(const float2*)(bias + 8 * n + 2 * q);
-      c[n][0] = c[n][2] = b.x, c[n][1] = c[n][3] = b.y;
-    }
-    const int next = work.next();
-    if (next < work.passes) {
-      work.fetch(next, rows + (buffer ^ 1) * TILE);
-      wait_for_copies<1>();
-    } else {
-      wait_for_copies<0>();
-    }
-    __syncwarp();
-    encode<D>(c, rows + buffer * TILE, shared_address(memory), lane);
-    __syncwarp();
-    buffer ^= 1;
-
-    bf16x2 v[2 * S::TILES], t, least, largest;
+    for (int second = 0; second < 2; second++) {
+      float c[S::TILES][4];
 #pragma unroll
-    for (int n = 0; n < S::TILES; n++)
-      v[2 * n] = __floats2bfloat162_rn(c[n][0], c[n][2]), v[2 * n + 1] = __floats2bfloat162_rn(c[n][1], c[n][3]);
-    row_statistics<KMAX>(v, k, t, least, largest);
-    uint8_t* page = work.page(number);
-    float sa[2], sb[2];  // of rows g, g + 8
-    const uint32_t low = fit_range(__low2float(t), __low2float(least), __low2float(largest), sa[0], sb[0]);
-    const uint32_t high = fit_range(__high2float(t), __high2float(least), __high2float(largest), sa[1], sb[1]);
-    if (q == 0 && in)
-      *(uint2*)(page + 32 * D + (2 * half + second) * 128 + g * 16 + work.side * 8) = make_uint2(low, high);
-
-    if (work.side == 0) {  // slots 2 second and 2 second + 1 of every byte
-#pragma unroll
-      for (int i = 0; i < D / 16; i++) {  // word i: channels q D/4 + 4i + j, that is n-tile 2i + j/2, column j%2
-        uint32_t byte[4];
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-          const int n = 2 * i + j / 2, b = j % 2;
-          byte[j] = code_bits(c[n][b], sa[0], sb[0]) + code_bits(c[n][2 + b], sa[1], sb[1]) * 4;
-        }
-        const uint32_t x = byte[0] + byte[1] * 256 + byte[2] * 65536 + byte[3] * 16777216 - MAGIC_BITS * 5 * 0x01010101u;
-        w[i] = second ? w[i] + x * 16 : x;
+      for (int n = 0; n < S::TILES; n++) {
+        const float2 b = *(const float2*)(bias + 8 * n + 2 * q);
+        c[n][0] = c[n][2] = b.x, c[n][1] = c[n][3] = b.y;
       }
-      if (second && in)
+      const int next = work.tile + (second ? work.step : 0);
+      if (next < work.tiles) {
+        work.template fetch<16>(next * 32 + (1 - second) * 16, rows + (1 - second) * TILE);
+        wait_for_copies<1>();
+      } else {
+        wait_for_copies<0>();
+      }
+      __syncwarp();
+      encode<D>(c, rows + second * TILE, shared_address(memory), lane);
+      __syncwarp();
+
+      bf16x2 v[2 * S::TILES], t, least, largest;
 #pragma unroll
-        for (int i = 0; i < D / 64; i++)
-          *(uint4*)(page + (half * (D / 64) + i) * 512 + lane * 16) = make_uint4(w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3]);
-    } else {  // words 2 second and 2 second + 1 of every four
-      uint32_t turned[2][D / 64];  // rows g, g + 8: bytes (token 2q: c = g, g + 8; token 2q + 1: c = g, g + 8) of channel c mod 16
+      for (int n = 0; n < S::TILES; n++)
+        v[2 * n] = __floats2bfloat162_rn(c[n][0], c[n][2]), v[2 * n + 1] = __floats2bfloat162_rn(c[n][1], c[n][3]);
+      row_statistics<KMAX>(v, k, t, least, largest);
+      uint8_t* page = work.page(number);
+      float sa[2], sb[2];  // of rows g, g + 8
+      const uint32_t low = fit_range(__low2float(t), __low2float(least), __low2float(largest), sa[0], sb[0]);
+      const uint32_t high = fit_range(__high2float(t), __high2float(least), __high2float(largest), sa[1], sb[1]);
+      if (q == 0 && in)
+        *(uint2*)(page + 32 * D + (2 * half + second) * 128 + g * 16 + work.side * 8) = make_uint2(low, high);
+
+      if (work.side == 0) {  // slots 2 second and 2 second + 1 of every byte
 #pragma unroll
-      for (int r = 0; r < 2; r++) {
-        uint32_t word[2];  // column 2q + b: n = 8m + 2p + h at bits 8 (2m + h) + 2p
+        for (int i = 0; i < D / 16; i++) {  // word i: channels q D/4 + 4i + j, that is n-tile 2i + j/2, column j%2
+          uint32_t byte[4];
 #pragma unroll
-        for (int b = 0; b < 2; b++) {
-          uint32_t byte[D / 32];
-#pragma unroll
-          for (int i = 0; i < D / 32; i++) {
-            const int n = 8 * (i / 2) + i % 2;
-            byte[i] = code_bits(c[n][2 * r + b], sa[r], sb[r]) + code_bits(c[n + 2][2 * r + b], sa[r], sb[r]) * 4 +
-                      code_bits(c[n + 4][2 * r + b], sa[r], sb[r]) * 16 + code_bits(c[n + 6][2 * r + b], sa[r], sb[r]) * 64;
+          for (int j = 0; j < 4; j++) {
+            const int n = 2 * i + j / 2, b = j % 2;
+            byte[j] = code_bits(c[n][b], sa[0], sb[0]) + code_bits(c[n][2 + b], sa[1], sb[1]) * 4;
           }
-          if constexpr (D == 128)
-            word[b] = byte[0] + byte[1] * 256 + byte[2] * 65536 + byte[3] * 16777216 - MAGIC_BITS * 85 * 0x01010101u;
-          else
-            word[b] = byte[0] + byte[1] * 256 - MAGIC_BITS * 85 * 0x0101u;
+          const uint32_t x = byte[0] + byte[1] * 256 + byte[2] * 65536 + byte[3] * 16777216 - MAGIC_BITS * 5 * 0x01010101u;
+          w[i] = second ? w[i] + x * 16 : x;
+        }
+        if (second && in)
+#pragma unroll
+          for (int i = 0; i < D / 64; i++)
+            *(uint4*)(page + (half * (D / 64) + i) * 512 + lane * 16) = make_uint4(w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3]);
+      } else {  // words 2 second and 2 second + 1 of every four
+        uint32_t turned[2][D / 64];  // rows g, g + 8: bytes (token 2q: c = g, g + 8; token 2q + 1: c = g, g + 8) of channel c mod 16
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          uint32_t word[2];  // column 2q + b: n = 8m + 2p + h at bits 8 (2m + h) + 2p
+#pragma unroll
+          for (int b = 0; b < 2; b++) {
+            uint32_t byte[D / 32];
+#pragma unroll
+            for (int i = 0; i < D / 32; i++) {
+              const int n = 8 * (i / 2) + i % 2;
+              byte[i] = code_bits(c[n][2 * r + b], sa[r], sb[r]) + code_bits(c[n + 2][2 * r + b], sa[r], sb[r]) * 4 +
+                        code_bits(c[n + 4][2 * r + b], sa[r], sb[r]) * 16 + code_bits(c[n + 6][2 * r + b], sa[r], sb[r]) * 64;
+            }
+            if constexpr (D == 128)
+              word[b] = byte[0] + byte[1] * 256 + byte[2] * 65536 + byte[3] * 16777216 - MAGIC_BITS * 85 * 0x01010101u;
+            else
+              word[b] = byte[0] + byte[1] * 256 - MAGIC_BITS * 85 * 0x0101u;
+          }
+#pragma unroll
+          for (int m = 0; m < D / 64; m++)
+            asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned[r][m]) : "r"(__byte_perm(word[0], word[1], m ? 0x7632 : 0x5410)));
         }
 #pragma unroll
         for (int m = 0; m < D / 64; m++)
-          asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned[r][m]) : "r"(__byte_perm(word[0], word[1], m ? 0x7632 : 0x5410)));
+#pragma unroll
+          for (int h = 0; h < 2; h++) {  // bytes: rows g and g + 8 of token 2q, then of token 2q + 1
+            const uint32_t x = __byte_perm(turned[0][m], turned[1][m], h ? 0x7351 : 0x6240);
+            if (second) w[4 * m + 2 + h] = x;
+            else w[4 * m + h] = x;
+          }
+        if (second && in)
+#pragma unroll
+          for (int m = 0; m < D / 64; m++)
+            *(uint4*)(page + 16 * D + (half * (D / 64) + m) * 512 + lane * 16) = make_uint4(w[4 * m], w[4 * m + 1], w[4 * m + 2], w[4 * m + 3]);
       }
-#pragma unroll
-      for (int m = 0; m < D / 64; m++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {  // bytes: rows g and g + 8 of token 2q, then of token 2q + 1
-          const uint32_t x = __byte_perm(turned[0][m], turned[1][m], h ? 0x7351 : 0x6240);
-          if (second) w[4 * m + 2 + h] = x;
-          else w[4 * m + h] = x;
-        }
-      if (second && in)
-#pragma unroll
-        for (int m = 0; m < D / 64; m++)
-          *(uint4*)(page + 16 * D + (half * (D / 64) + m) * 512 + lane * 16) = make_uint4(w[4 * m], w[4 * m + 1], w[4 * m + 2], w[4 * m + 3]);
     }
   }
 }
@@ -326,7 +324,7 @@ template <int D, int KMAX> DEV void feedback(const Args& a) {
   using S = Sizes<D>;
   constexpr int WARPS = 8, TILE = 32 * S::ROW;
   extern __shared__ __align__(128) uint8_t memory[];
-  Work<D, WARPS, 32> work(a);
+  Work<D, WARPS> work(a);
   const int unit = work.side * a.kv_heads + work.head, lane = work.lane, g = lane / 4, q = lane % 4, k = a.ranks[unit];
   float* bias = (float*)(memory + S::MATRIX);
   uint8_t* rows = memory + S::MATRIX + S::BIAS + work.warp * TILE;
@@ -337,18 +335,18 @@ template <int D, int KMAX> DEV void feedback(const Args& a) {
   work.copy(bias, a.bias + unit * D, S::BIAS);
   work.copy(near, a.pushes_near + (size_t)unit * (S::NEAR / 4), S::NEAR);
   work.copy((void*)pushes, a.pushes + (size_t)unit * (S::PUSHES / 8), S::PUSHES);
-  work.fetch(min(work.pass, work.passes - 1), rows);
+  work.template fetch<32>(min(work.tile, work.tiles - 1) * 32, rows);
   wait_for_copies<0>();
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncthreads();
 
 #pragma unroll 1
-  for (; work.pass - work.lead < work.passes; work.pass = work.next()) {
+  for (; work.more(); work.tile += work.step) {
     wait_for_copies<0>();
     __syncwarp();
-    const bool in = work.pass < work.passes;
-    const int half = work.pass & 1;
-    uint8_t* page = work.page(a.pages[in ? work.pass / 2 : 0]);
+    const bool in = work.tile < work.tiles;
+    const int half = work.tile % 2;
+    uint8_t* page = work.page(a.pages[in ? work.tile / 2 : 0]);
 
     float c[2][S::TILES][4];
 #pragma unroll
@@ -360,7 +358,7 @@ template <int D, int KMAX> DEV void feedback(const Args& a) {
 #pragma unroll
     for (int m = 0; m < 2; m++) encode<D>(c[m], rows + m * 16 * S::ROW, shared_address(memory), lane);
     __syncwarp();
-    if (work.next() < work.passes) work.fetch(work.next(), rows);
+    if (work.tile + work.step < work.tiles) work.template fetch<32>((work.tile + work.step) * 32, rows);
 
 #pragma unroll
     for (int m = 0; m < 2; m++) {

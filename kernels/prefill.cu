@@ -1,8 +1,12 @@
 // Attention of a chunk's n queries over a sequence's cache and, causally, over the chunk itself. All of it is encoded.
 //
 // A block has 128 rows (token-major: row = token * G + head of the group) of one KV head and walks over tiles of 64
-// tokens: INT2 pages, BF16 pages, the chunk's own rows. A tile is made bf16 in shared memory; scores and outputs are
-// bf16 products with f32 sums, softmax is online in f32. Where there are few rows, blockIdx.z shares out the tiles, and
+// tokens: INT2 pages, BF16 pages, the chunk's own rows. While one tile is worked on, the next one's bytes come by
+// cp.async; INT2 pages (and BF16 pages arranged as Mma, of which there are few) are made rows of bf16 in shared memory
+// first. Scores and outputs are bf16 products with f32 sums, softmax is online in f32.
+//
+// Rounding a key to bf16 would cost a score 2^-9 of sum |q k|, more than all else together. Where a token has one scale
+// and zero, its codes are multiplied instead, less 3/2, which is exact: score = scale (q . (c - 3/2) + (3/2 - zero) sum q). Where there are few rows, blockIdx.z shares out the tiles, and
 // `merge` puts the parts together.
 #include "page.cuh"
 #include "warp.cuh"
@@ -19,6 +23,12 @@ struct Cache {
   int sequence, max_history, max_windows;
 };
 
+// 16 bytes without waiting, zeros past the first `bytes`.
+DEV void copy16(void* to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
+}
+DEV void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // The four levels of a token and group, as bf16.
 DEV uint2 levels(const uint8_t* range) {
   const uint32_t r = *(const uint32_t*)range;
@@ -30,6 +40,8 @@ DEV uint2 pick(uint2 levels, uint32_t codes) {
   const uint32_t s = codes * 0x22 + 0x10101010;
   return make_uint2(__byte_perm(levels.x, levels.y, s), __byte_perm(levels.x, levels.y, s >> 16));
 }
+// Codes less 3/2.
+DEV uint2 centred_codes() { return make_uint2(0xbf00bfc0, 0x3fc03f00); }
 // Four codes in eight bits, one a byte.
 DEV uint32_t spread(uint32_t x) { return (x | x << 6 | x << 12 | x << 18) & 0x03030303; }
 
@@ -38,17 +50,18 @@ template <int D> struct Tile {
   static constexpr int ROW = D + 8;
   bf16* to;
 
-  DEV void put(int token, int channel, uint4 eight) { *(uint4*)(to + token * ROW + channel) = eight; }
-  DEV void put(int token, int channel, uint32_t half) { *(uint16_t*)(to + token * ROW + channel) = (uint16_t)half; }
+  DEV void put(int token, int channel, uint4 eight) const { *(uint4*)(to + token * ROW + channel) = eight; }
+  DEV void put(int token, int channel, uint32_t half) const { *(uint16_t*)(to + token * ROW + channel) = (uint16_t)half; }
 
-  DEV void int2_rows(const uint8_t* page, PageLayout l, int side) {
+  // centred: codes less 3/2, without scale and zero.
+  DEV void int2_rows(const uint8_t* page, PageLayout l, int side, bool centred) const {
     const int token = threadIdx.x / 4;
     for (int channel = threadIdx.x % 4 * 8; channel < l.d; channel += 32) {
       const uint8_t* at = page + (token + side * PAGE_TOKENS) * (l.d / 4) + channel / 4;
       const uint32_t codes = *(const uint16_t*)at;
       uint2 low, high;
       if (l.group % 8 == 0) {
-        const uint2 four = levels(page + l.scale(side, token, channel / l.group));
+        const uint2 four = centred ? centred_codes() : levels(page + l.scale(side, token, channel / l.group));
         low = pick(four, spread(codes & 0xff)), high = pick(four, spread(codes >> 8));
       } else {
         uint32_t out[4];
@@ -69,7 +82,7 @@ template <int D> struct Tile {
   }
 
   // Eight bytes at a time: half of what a lane of the decoder multiplies at once.
-  DEV void int2_mma(const uint8_t* page, PageLayout l, int side) {
+  DEV void int2_mma(const uint8_t* page, PageLayout l, int side, bool centred) const {
     for (int i = threadIdx.x; i < 2 * D; i += THREADS) {
       const int half = i % 2, lane = i / 2 % 32, g = lane / 4, q = lane % 4;
       const int first = i / 64 / (D / 64) * 32, at = i / 64 % (D / 64);  // of 32 tokens, 64 channels
@@ -80,7 +93,7 @@ template <int D> struct Tile {
       for (int p = 0; p < 4; p++) {
         if (side == 0) {
           const int token = first + 8 * p + g;
-          const uint2 four = levels(page + l.scale(side, token, 0));
+          const uint2 four = centred ? centred_codes() : levels(page + l.scale(side, token, 0));
           const uint2 low = pick(four, w.x >> 2 * p & 0x03030303), high = pick(four, w.y >> 2 * p & 0x03030303);
           put(token, q * (D / 4) + 16 * at + 8 * half, make_uint4(low.x, low.y, high.x, high.y));
         } else {
@@ -99,7 +112,7 @@ template <int D> struct Tile {
   }
 
   // Tokens past `valid` become zeros: their memory may hold anything.
-  DEV void bf16_mma(const uint8_t* page, int side, int valid) {
+  DEV void bf16_mma(const uint8_t* page, int side, int valid) const {
     for (int i = threadIdx.x; i < 8 * D; i += THREADS) {
       const int tile = i / D, at = i % D / 32, lane = i % 32;
       const uint4 x = *(const uint4*)(page + tile * 32 * D + side * 16 * D + at * 512 + lane * 16);
@@ -118,21 +131,18 @@ template <int D> struct Tile {
     }
   }
 
-  DEV void rows(const bf16* x, size_t stride, int d, int valid) {
+  // Without waiting: rows from `valid` on become zeros.
+  DEV void rows(const bf16* x, size_t stride, int d, int valid) const {
     const int token = threadIdx.x / 4;
+    const bf16* from = x + (token < valid ? token : 0) * stride;
     for (int channel = threadIdx.x % 4 * 8; channel < d; channel += 32)
-      put(token, channel, token < valid ? load16(x + token * stride + channel) : make_uint4(0, 0, 0, 0));
+      copy16(to + token * ROW + channel, from + channel, token < valid ? 16 : 0);
   }
 
-  DEV void int2_page(const uint8_t* page, PageLayout l, int side) {
+  DEV void int2_page(const uint8_t* page, PageLayout l, int side, bool centred) const {
     if constexpr (D == 64 || D == 128 || D == 256)
-      if (l.mma) return int2_mma(page, l, side);
-    int2_rows(page, l, side);
-  }
-  DEV void bf16_page(const uint8_t* page, PageLayout l, int side, int valid) {
-    if constexpr (D == 64 || D == 128 || D == 256)
-      if (l.mma) return bf16_mma(page, side, valid);
-    rows((const bf16*)page + side * PAGE_TOKENS * l.d, l.d, l.d, valid);
+      if (l.mma) return int2_mma(page, l, side, centred);
+    int2_rows(page, l, side, centred);
   }
 };
 
@@ -144,61 +154,118 @@ struct Parts {
 
 template <int D>
 DEV void attend(const bf16* q, const bf16* k, const bf16* v, bf16* out, Parts parts, Cache cache, PageLayout layout, int n,
-                int kv_heads, int group, float scale) {
-  constexpr int ROW = D + 8;
+                int kv_heads, int group, int buffers, int staged, float scale) {
+  constexpr int ROW = D + 8, TILE = PAGE_TOKENS * ROW;
   extern __shared__ __align__(16) bf16 memory[];
-  bf16* queries = memory;
-  Tile<D> keys{queries + ROWS * ROW}, values{keys.to + PAGE_TOKENS * ROW};
+  bf16* queries = memory;               // [ROWS][ROW]
+  bf16* tiles_at = queries + ROWS * ROW;  // [buffers](keys, values)
+  float2* ranges = (float2*)(tiles_at + buffers * 2 * TILE);  // [64] of a tile's keys: scale, (3/2 - zero) scale
+  uint8_t* stages = (uint8_t*)(ranges + PAGE_TOKENS);         // [2] INT2 pages, if staged
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, lane_g = lane / 4, lane_q = lane % 4, d = layout.d;
   const int head = blockIdx.y;
   const int first_row = (gridDim.x - 1 - blockIdx.x) * ROWS, rows = n * group;  // the longest first
   const float exponent = scale * 1.44269504f;
 
-  for (int i = tid; i < (ROWS + 2 * PAGE_TOKENS) * ROW / 8; i += THREADS) ((uint4*)memory)[i] = make_uint4(0, 0, 0, 0);
+  for (int i = tid; i < (ROWS * ROW + buffers * 2 * TILE) / 8; i += THREADS) ((uint4*)memory)[i] = make_uint4(0, 0, 0, 0);
   __syncthreads();
   // The queries of a group are next to each other.
   const bf16* first_query = q + (size_t)head * group * d;
   for (int r = tid / 2; r < ROWS && first_row + r < rows; r += THREADS / 2) {
     const int row = first_row + r;
     const bf16* from = first_query + ((size_t)(row / group) * kv_heads * group + row % group) * d;
-    for (int channel = tid % 2 * 8; channel < d; channel += 16)
-      *(uint4*)(queries + r * ROW + channel) = load16(from + channel);
+    for (int channel = tid % 2 * 8; channel < d; channel += 16) copy16(queries + r * ROW + channel, from + channel, 16);
   }
 
   float o[D / 8][4], largest[2] = {-INFINITY, -INFINITY}, sum[2] = {0.f, 0.f};
 #pragma unroll
   for (int i = 0; i < D / 8; i++) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0.f;
   const int row = first_row + warp * 16 + lane_g;
-  const int token[2] = {min(row / group, n - 1), min((row + 8) / group, n - 1)};
   const int history = cache.history_pages ? cache.history_pages[cache.sequence] : 0;
   const int windows = cache.window_tokens ? cache.window_tokens[cache.sequence] : 0;
-  const int window_tiles = (windows + PAGE_TOKENS - 1) / PAGE_TOKENS;
+  const int own = history + (windows + PAGE_TOKENS - 1) / PAGE_TOKENS;  // the first tile of the chunk's own rows
   const int chunk_tokens = min((first_row + ROWS - 1) / group, n - 1) + 1;  // which the last row sees
-  const int tiles = history + window_tiles + (chunk_tokens + PAGE_TOKENS - 1) / PAGE_TOKENS;
-
+  const int tiles = own + (chunk_tokens + PAGE_TOKENS - 1) / PAGE_TOKENS;
   const int first_tile = tiles * blockIdx.z / gridDim.z, end_tile = tiles * (blockIdx.z + 1) / gridDim.z;
-  for (int at = first_tile; at < end_tile; at++) {
-    int limit[2] = {PAGE_TOKENS, PAGE_TOKENS};  // tokens of the tile that a row sees
-    __syncthreads();
-    if (at < history) {
-      const int page = cache.history_table[(size_t)cache.sequence * cache.max_history + at];
-      const uint8_t* bytes = cache.int2 + ((size_t)page * kv_heads + head) * layout.int2_bytes();
-      keys.int2_page(bytes, layout, 0);
-      values.int2_page(bytes, layout, 1);
-    } else if (at < history + window_tiles) {
-      const int i = at - history, page = cache.window_table[(size_t)cache.sequence * cache.max_windows + i];
-      const uint8_t* bytes = cache.bf16 + ((size_t)page * kv_heads + head) * layout.bf16_bytes();
-      limit[0] = limit[1] = min(windows - i * PAGE_TOKENS, PAGE_TOKENS);
-      keys.bf16_page(bytes, layout, 0, limit[0]);
-      values.bf16_page(bytes, layout, 1, limit[0]);
-    } else {
-      const int first = (at - history - window_tiles) * PAGE_TOKENS;
+
+  // The page of a tile, in the units of its pool; looked up a tile before its bytes are asked for.
+  auto page_of = [&](int tile) {
+    if (tile < min(history, end_tile)) return cache.history_table[(size_t)cache.sequence * cache.max_history + tile];
+    if (tile < min(own, end_tile)) return cache.window_table[(size_t)cache.sequence * cache.max_windows + tile - history];
+    return 0;
+  };
+  auto int2_page = [&](int page) { return cache.int2 + ((size_t)page * kv_heads + head) * layout.int2_bytes(); };
+  auto bf16_page = [&](int page) { return cache.bf16 + ((size_t)page * kv_heads + head) * layout.bf16_bytes(); };
+  auto keys_of = [&](int tile) { return Tile<D>{tiles_at + (tile & buffers - 1) * 2 * TILE}; };
+  auto values_of = [&](int tile) { return Tile<D>{tiles_at + ((tile & buffers - 1) * 2 + 1) * TILE}; };
+  auto ask = [&](int tile, int page) {
+    if (tile >= end_tile) return;
+    if (tile >= own) {
+      const int first = (tile - own) * PAGE_TOKENS;
       const size_t offset = ((size_t)first * kv_heads + head) * d, stride = (size_t)kv_heads * d;
-      keys.rows(k + offset, stride, d, n - first);
-      values.rows(v + offset, stride, d, n - first);
-      limit[0] = min(token[0] + 1 - first, PAGE_TOKENS), limit[1] = min(token[1] + 1 - first, PAGE_TOKENS);
+      keys_of(tile).rows(k + offset, stride, d, n - first);
+      values_of(tile).rows(v + offset, stride, d, n - first);
+    } else if (tile >= history) {
+      if (layout.mma) return;
+      const bf16* x = (const bf16*)bf16_page(page);
+      const int valid = windows - (tile - history) * PAGE_TOKENS;
+      keys_of(tile).rows(x, d, d, valid);
+      values_of(tile).rows(x + PAGE_TOKENS * d, d, d, valid);
+    } else if (staged) {
+      const int bytes = layout.int2_bytes();
+      for (int i = tid * 16; i < bytes; i += THREADS * 16) copy16(stages + tile % 2 * bytes + i, int2_page(page) + i, 16);
     }
+  };
+  int page = page_of(first_tile), next_page = page_of(first_tile + 1);
+  if (buffers == 2) ask(first_tile, page);
+
+  const bool one_range = layout.group == d;
+  float query_sum[2] = {0.f, 0.f};
+  wait_for_copies();
+  __syncthreads();
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    for (int c = 2 * lane_q; c < D; c += 8) {
+      const uint32_t pair = *(const uint32_t*)(queries + (warp * 16 + lane_g + 8 * r) * ROW + c);
+      query_sum[r] += low_of(pair) + high_of(pair);
+    }
+    query_sum[r] += __shfl_xor_sync(~0u, query_sum[r], 1);
+    query_sum[r] += __shfl_xor_sync(~0u, query_sum[r], 2);
+  }
+
+  for (int at = first_tile; at < end_tile; at++) {
+    const Tile<D> keys = keys_of(at), values = values_of(at);
+    int limit[2] = {PAGE_TOKENS, PAGE_TOKENS};  // tokens of the tile that a row sees
+    const int this_page = page;
+    page = next_page, next_page = page_of(at + 2);
+    if (buffers == 1) {
+      __syncthreads();
+      ask(at, this_page);
+    }
+    wait_for_copies();
     __syncthreads();
+    if (buffers == 2) ask(at + 1, page);
+    if (at < history) {
+      const uint8_t* bytes = staged ? stages + at % 2 * layout.int2_bytes() : int2_page(this_page);
+      keys.int2_page(bytes, layout, 0, one_range);
+      values.int2_page(bytes, layout, 1, false);
+      if (one_range && tid < PAGE_TOKENS) {
+        const uint32_t range = *(const uint32_t*)(bytes + layout.scale(0, tid, 0));
+        ranges[tid] = make_float2(low_of(range), (1.5f - high_of(range)) * low_of(range));
+      }
+      __syncthreads();
+    } else if (at < own) {
+      limit[0] = limit[1] = min(windows - (at - history) * PAGE_TOKENS, PAGE_TOKENS);
+      if constexpr (D == 64 || D == 128 || D == 256)
+        if (layout.mma) {
+          keys.bf16_mma(bf16_page(this_page), 0, limit[0]);
+          values.bf16_mma(bf16_page(this_page), 1, limit[0]);
+          __syncthreads();
+        }
+    } else {
+#pragma unroll
+      for (int r = 0; r < 2; r++)
+        limit[r] = min(min((row + 8 * r) / group, n - 1) + 1 - (at - own) * PAGE_TOKENS, PAGE_TOKENS);
+    }
 
     float s[8][4];
 #pragma unroll
@@ -215,6 +282,14 @@ DEV void attend(const bf16* q, const bf16* k, const bf16* v, bf16* out, Parts pa
         mma(s[2 * i + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
       }
     }
+    if (one_range && at < history) {
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        const float4 r = *(const float4*)(ranges + 8 * i + 2 * lane_q);  // of two tokens
+        s[i][0] = fmaf(s[i][0], r.x, query_sum[0] * r.y), s[i][1] = fmaf(s[i][1], r.z, query_sum[0] * r.w);
+        s[i][2] = fmaf(s[i][2], r.x, query_sum[1] * r.y), s[i][3] = fmaf(s[i][3], r.z, query_sum[1] * r.w);
+      }
+    }
     if (limit[0] < PAGE_TOKENS || limit[1] < PAGE_TOKENS) {
 #pragma unroll
       for (int i = 0; i < 8; i++)
@@ -222,7 +297,7 @@ DEV void attend(const bf16* q, const bf16* k, const bf16* v, bf16* out, Parts pa
         for (int j = 0; j < 4; j++)
           if (8 * i + 2 * lane_q + j % 2 >= limit[j / 2]) s[i][j] = -INFINITY;
     }
-    float shift[2];
+    float shift[2], before[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       float m = largest[r];
@@ -232,10 +307,13 @@ DEV void attend(const bf16* q, const bf16* k, const bf16* v, bf16* out, Parts pa
       m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
       // A row that has seen nothing yet must not subtract infinities.
       shift[r] = m == -INFINITY ? 0.f : m * exponent;
-      const float before = exp2f(largest[r] * exponent - shift[r]);
-      largest[r] = m, sum[r] *= before;
+      before[r] = exp2f(largest[r] * exponent - shift[r]);
+      largest[r] = m, sum[r] *= before[r];
+    }
+    if (__any_sync(~0u, before[0] != 1.f || before[1] != 1.f)) {
 #pragma unroll
-      for (int i = 0; i < D / 8; i++) o[i][2 * r] *= before, o[i][2 * r + 1] *= before;
+      for (int i = 0; i < D / 8; i++)
+        o[i][0] *= before[0], o[i][1] *= before[0], o[i][2] *= before[1], o[i][3] *= before[1];
     }
 #pragma unroll
     for (int i = 0; i < 8; i++)
@@ -281,18 +359,19 @@ DEV void attend(const bf16* q, const bf16* k, const bf16* v, bf16* out, Parts pa
 }
 
 // Grid (ceil(n * group / 128), kv_heads, shares) of 256. q, out: (n, kv_heads * group, d); k, v: (n, kv_heads, d), the
-// chunk's own; scale: of scores. D is d, or the next larger for which there is a kernel.
+// chunk's own; buffers: 2, or 1 where shared memory is small; staged: whether it takes two INT2 pages besides; scale: of
+// scores. D is d, or the next larger for which there is a kernel.
 #define PREFILL(D)                                                                                                     \
   extern "C" __global__ void __launch_bounds__(THREADS, D <= 128 ? 2 : 1)                                             \
   prefill_##D(const bf16* q, const bf16* k, const bf16* v, bf16* out, float* part_out, float2* part_scale,            \
               const uint8_t* int2, const uint8_t* bf16_pages,                                                          \
               const int* history_table, const int* history_pages, const int* window_table, const int* window_tokens,  \
               int sequence, int max_history, int max_windows, PageLayout layout, int n, int kv_heads, int group,      \
-              float scale) {                                                                                           \
+              int buffers, int staged, float scale) {                                                                                           \
     attend<D>(q, k, v, out, Parts{part_out, part_scale},                                                               \
               Cache{int2, bf16_pages, history_table, history_pages, window_table, window_tokens, sequence,            \
                     max_history, max_windows},                                                                         \
-              layout, n, kv_heads, group, scale);                                                                      \
+              layout, n, kv_heads, group, buffers, staged, scale);                                                                      \
   }
 PREFILL(64)
 PREFILL(80)

@@ -239,3 +239,24 @@ pub fn function(device: &CudaDevice, module: &str, name: &str) -> Result<CudaFun
         .load_function(name)
         .map_err(|e| refused(&format!("{place}, function `{name}`"), e))
 }
+
+/// Lets blocks of `kernel` have all the shared memory that a block can have, and says how much that is, in bytes. Not
+/// less: objects of different shapes share a kernel, and the last one's limit would be that of all.
+///
+/// # Errors
+/// Where the driver refuses.
+pub(crate) fn allow_shared_memory(device: &CudaDevice, kernel: &CudaFunction) -> Result<usize> {
+    let refused = |e| refused("shared memory", e);
+    let bytes = device
+        .cuda_stream()
+        .context()
+        .attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+        .map_err(refused)?;
+    kernel
+        .set_attribute(
+            sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+            bytes,
+        )
+        .map_err(refused)?;
+    Ok(bytes as usize)
+}

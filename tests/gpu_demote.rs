@@ -192,7 +192,8 @@ impl Differences {
             );
         }
         println!();
-        assert!(self.differ * 50 < self.codes, "{what}");
+        // 2.1 % at most were seen: with feedback on Hopper, which starts from sums that are not rounded to bf16 yet.
+        assert!(self.differ * 33 < self.codes, "{what}");
     }
 }
 
@@ -539,7 +540,8 @@ fn demoted_rows_hold_what_the_codec_makes_of_encoded_rows() {
     let clips: [&[f64]; 2] = [&[0.95, 1.0, 0.96], &[0.92, 0.95, 0.7]];
     let mut cases: Vec<_> = shapes().into_iter().map(|shape| (shape, 2)).collect();
     cases.push((shape(128, 128, Arrangement::Mma, LAYERS, KV_HEADS), 37));
-    cases.push((shape(128, 128, Arrangement::Mma, 1, 8), 1));
+    // A warp of the fast kernel has more than one tile.
+    cases.push((shape(128, 128, Arrangement::Mma, 1, 8), 70));
     let mut all = Differences::default();
     for (shape, pages) in cases {
         let (layout, d, heads) = (shape.layout, shape.layout.head_dim, shape.kv_heads);
@@ -664,6 +666,96 @@ fn demoted_rows_hold_what_the_codec_makes_of_encoded_rows() {
         }
     }
     all.check("all", 5e-3);
+}
+
+/// A captured step works on whatever rows, places and pages the buffers hold when it is replayed.
+#[test]
+fn a_step_is_one_graph() {
+    use candle_core::cuda_backend::cudarc::driver::sys::CUgraphInstantiate_flags;
+    use candle_core::cuda_backend::cudarc::driver::sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+    let Some(device) = gpu() else { return };
+    // SAFETY: one stream is used, so that nothing needs events to wait for; a capture may not record them.
+    #[allow(unsafe_code)]
+    unsafe {
+        device.disable_event_tracking();
+    }
+    let gpu = Gpu::new(&device);
+    for shape in [
+        shape(128, 128, Arrangement::Mma, LAYERS, KV_HEADS),
+        shape(80, 80, Arrangement::Rows, LAYERS, KV_HEADS),
+    ] {
+        let (layout, d) = (shape.layout, shape.layout.head_dim);
+        let (row, pages) = (KV_HEADS * d, 3);
+        let mut random = Random::new(8);
+        let sides = [true, true].map(|f| SideOf::new(&mut random, &shape, f, &[0.95]));
+        let params =
+            EntryParams::new(&device, shape, sides[0].params(), sides[1].params()).unwrap();
+        let append = Append::new(&device, shape).unwrap();
+        let demote = Demote::new(&device, shape).unwrap();
+        let mut rows = gpu.up(&random.rows(PAGE_TOKENS, KV_HEADS, d));
+        let places: Vec<i32> = (0..PAGE_TOKENS as i32).map(|t| 64 + t).collect();
+        let places = gpu.up(&places);
+        let (moves, page) = (gpu.up(&[1, 0, -1, 2]), gpu.up(&[1]));
+        let poison = |bytes: usize| vec![POISON; LAYERS * pages * KV_HEADS * bytes];
+        let mut bf16_pool = gpu.up(&poison(layout.bf16_bytes()));
+        let mut int2_pool = gpu.up(&poison(layout.int2_bytes()));
+        let step = |rows: &CudaSlice<bf16>, bf16_pool: &mut _, int2_pool: &mut _| {
+            let view = rows.as_view();
+            let rows = Rows {
+                data: &view,
+                stride: row,
+            };
+            for layer in 0..LAYERS {
+                append
+                    .append(
+                        Some(&params),
+                        layer,
+                        rows,
+                        rows,
+                        &places.as_view(),
+                        bf16_pool,
+                    )
+                    .unwrap();
+                demote
+                    .demote_rows(&params, layer, rows, rows, &page.as_view(), int2_pool)
+                    .unwrap();
+            }
+            demote
+                .demote_pages(&params, &moves.as_view(), bf16_pool, int2_pool)
+                .unwrap();
+        };
+        // Modules are loaded outside the capture.
+        step(&rows, &mut bf16_pool, &mut int2_pool);
+        gpu.stream.synchronize().unwrap();
+        gpu.stream
+            .begin_capture(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+            .unwrap();
+        step(&rows, &mut bf16_pool, &mut int2_pool);
+        let graph = gpu
+            .stream
+            .end_capture(CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH)
+            .unwrap()
+            .unwrap();
+        let other = random.rows(PAGE_TOKENS, KV_HEADS, d);
+        gpu.stream.memcpy_htod(&other, &mut rows).unwrap();
+        let mut results = vec![];
+        for replay in [true, false] {
+            gpu.stream
+                .memcpy_htod(&poison(layout.bf16_bytes()), &mut bf16_pool)
+                .unwrap();
+            gpu.stream
+                .memcpy_htod(&poison(layout.int2_bytes()), &mut int2_pool)
+                .unwrap();
+            if replay {
+                graph.launch().unwrap();
+            } else {
+                step(&rows, &mut bf16_pool, &mut int2_pool);
+            }
+            results.push((gpu.down(&bf16_pool), gpu.down(&int2_pool)));
+        }
+        assert!(results[0] == results[1], "{shape:?}");
+        assert!(results[0].1.iter().any(|&x| x != POISON), "{shape:?}");
+    }
 }
 
 #[test]

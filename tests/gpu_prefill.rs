@@ -281,7 +281,9 @@ fn a_chunk_attends_to_pages_and_to_itself() {
                     worst.1 / d % heads,
                     worst.1 % d
                 );
-                assert!(relative < 1e-2, "d {d} {arrangement:?} G {group} n {n}");
+                // Keys in groups are rounded to bf16 when they are decoded, which moves every score.
+                let limit = if channels == d { 5e-3 } else { 1e-2 };
+                assert!(relative < limit, "d {d} {arrangement:?} G {group} n {n}");
             }
         }
     }

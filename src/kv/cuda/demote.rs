@@ -2,7 +2,6 @@
 #![allow(unsafe_code)]
 
 use candle_core::CudaDevice;
-use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute;
 use candle_core::cuda_backend::cudarc::driver::{
     CudaFunction, CudaSlice, CudaView, LaunchConfig, PushKernelArg,
 };
@@ -10,7 +9,7 @@ use candle_core::cuda_backend::cudarc::driver::{
 use super::super::page::{PAGE_TOKENS, PageLayout};
 use super::demote_hopper::Fused;
 use super::params::{EntryParams, PoolShape, Rows};
-use crate::cuda::{function, refused};
+use crate::cuda::{allow_shared_memory, function, refused};
 use crate::{Error, Result};
 
 /// Codes are those of [`Codec`](crate::quant::Codec) for x' rounded to bf16; with feedback, errors and F are bf16 where
@@ -39,12 +38,15 @@ impl Demote {
     pub fn plain(device: &CudaDevice, shape: PoolShape) -> Result<Self> {
         let kernel = |name| -> Result<CudaFunction> {
             let kernel = function(device, "demote", name)?;
-            kernel
-                .set_attribute(
-                    CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                    shared_bytes(shape.layout) as i32,
-                )
-                .map_err(|e| refused(name, e))?;
+            let limit = allow_shared_memory(device, &kernel)?;
+            let needed = shared_bytes(shape.layout);
+            if needed > limit {
+                let problem =
+                    format!("{needed} bytes of shared memory are more than the GPU's {limit}");
+                return Err(
+                    Error::invalid("demotion", problem).hint("use larger groups of channels")
+                );
+            }
             Ok(kernel)
         };
         Ok(Self {

@@ -2,7 +2,7 @@
 #![allow(unsafe_code)]
 
 use candle_core::CudaDevice;
-use candle_core::cuda_backend::cudarc::driver::sys::{CUdevice_attribute, CUfunction_attribute};
+use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute;
 use candle_core::cuda_backend::cudarc::driver::{
     CudaFunction, CudaSlice, CudaView, CudaViewMut, DevicePtr, DevicePtrMut, DeviceRepr,
     LaunchConfig, PushKernelArg,
@@ -12,7 +12,7 @@ use half::bf16;
 use super::super::page::Arrangement;
 use super::params::{PoolShape, Rows, SideParams, no_memory};
 use crate::Result;
-use crate::cuda::{compute_capability, function, refused};
+use crate::cuda::{allow_shared_memory, compute_capability, function, refused};
 
 /// Larger ranks take the plain kernel.
 const MAX_RANK: i32 = 16;
@@ -263,12 +263,7 @@ impl Fused {
                 Rounding::Feedback => format!("feedback_{d}_{rank}"),
             };
             let kernel = function(device, "demote_hopper", &name)?;
-            kernel
-                .set_attribute(
-                    CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                    rounding.shared_bytes(d) as i32,
-                )
-                .map_err(|e| refused(&name, e))?;
+            allow_shared_memory(device, &kernel)?;
             Ok(kernel)
         };
         let processors = device

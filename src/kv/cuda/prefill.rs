@@ -2,7 +2,6 @@
 #![allow(unsafe_code)]
 
 use candle_core::CudaDevice;
-use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute;
 use candle_core::cuda_backend::cudarc::driver::{
     CudaFunction, CudaSlice, CudaView, CudaViewMut, LaunchConfig, PushKernelArg,
 };
@@ -12,7 +11,7 @@ use super::super::page::PAGE_TOKENS;
 use super::Tables;
 use super::decode::LayerPages;
 use super::params::PoolShape;
-use crate::cuda::{function, refused};
+use crate::cuda::{allow_shared_memory, function, refused};
 use crate::{Error, Result};
 
 /// Queries of a block, and its threads.
@@ -22,6 +21,8 @@ const THREADS: u32 = 256;
 const SHARED_BLOCKS: usize = 264;
 /// Tiles of 64 tokens that are worth a block.
 const SHARE_TILES: usize = 4;
+/// Half the shared memory of a Hopper multiprocessor, less what the system takes of each block.
+const TWO_BLOCKS: usize = 113 << 10;
 /// Channels that there is a kernel for; others run on the next larger.
 const KERNELS: [usize; 7] = [64, 80, 96, 112, 128, 192, 256];
 
@@ -34,15 +35,47 @@ pub struct Cached<'a> {
     pub sequence: usize,
 }
 
+/// What a block keeps in shared memory.
+#[derive(Clone, Copy)]
+struct Memory {
+    /// Tiles of keys and values in bf16: two, where the next may come while one is worked on.
+    buffers: usize,
+    /// Whether INT2 pages come through shared memory too.
+    staged: bool,
+    bytes: usize,
+}
+
+impl Memory {
+    /// The most that fits into `limit`, and twice into a multiprocessor of Hopper where registers allow two blocks.
+    fn of(channels: usize, int2_bytes: usize, limit: usize) -> Option<Self> {
+        let limit = if channels > 128 {
+            limit
+        } else {
+            limit.min(TWO_BLOCKS)
+        };
+        [(2, true), (2, false), (1, false)]
+            .into_iter()
+            .map(|(buffers, staged)| Self {
+                buffers,
+                staged,
+                bytes: (ROWS + buffers * 2 * PAGE_TOKENS) * (channels + 8) * 2
+                    + PAGE_TOKENS * 8
+                    + if staged { 2 * int2_bytes } else { 0 },
+            })
+            .find(|memory| memory.bytes <= limit)
+    }
+}
+
 /// Flash attention over pages in place: every query of the chunk sees all that is cached, and the chunk up to its own
 /// token. bf16 products, f32 sums and softmax; scores are scaled by 1/√d.
+/// Cached values, and keys in several groups, are rounded to bf16 when they are decoded; keys in one group are not.
 pub struct Prefill {
     device: CudaDevice,
     shape: PoolShape,
     /// Query heads that read one KV head.
     group: usize,
     kernel: CudaFunction,
-    shared_bytes: usize,
+    memory: Memory,
     merge: CudaFunction,
     /// What shares leave to `merge`: outputs, exponents and weights of [`SHARED_BLOCKS`].
     part_out: CudaSlice<f32>,
@@ -67,21 +100,19 @@ impl Prefill {
                 format!("no kernel takes a head_dim of {d}"),
             ));
         };
-        let name = format!("prefill_{channels}");
-        let kernel = function(device, "prefill", &name)?;
-        let shared_bytes = (ROWS + 2 * PAGE_TOKENS) * (channels + 8) * 2;
-        kernel
-            .set_attribute(
-                CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                shared_bytes as i32,
-            )
-            .map_err(|e| refused(&name, e))?;
+        let kernel = function(device, "prefill", &format!("prefill_{channels}"))?;
+        let limit = allow_shared_memory(device, &kernel)?;
+        let Some(memory) = Memory::of(channels, shape.layout.int2_bytes(), limit) else {
+            let problem =
+                format!("a head_dim of {d} takes more shared memory than the GPU's {limit} bytes");
+            return Err(Error::invalid("attention", problem));
+        };
         Ok(Self {
             device: device.clone(),
             shape,
             group: heads / shape.kv_heads,
             kernel,
-            shared_bytes,
+            memory,
             merge: function(device, "prefill", "merge")?,
             part_out: device.alloc_zeros(SHARED_BLOCKS * ROWS * d)?,
             part_scale: device.alloc_zeros(SHARED_BLOCKS * ROWS * 2)?,
@@ -152,12 +183,9 @@ impl Prefill {
             .arg(&sequence)
             .arg(&history_columns)
             .arg(&window_columns);
-        launch
-            .arg(&layout)
-            .arg(&n)
-            .arg(&heads)
-            .arg(&group)
-            .arg(&scale);
+        let (buffers, staged) = (self.memory.buffers as i32, i32::from(self.memory.staged));
+        launch.arg(&layout).arg(&n).arg(&heads).arg(&group);
+        launch.arg(&buffers).arg(&staged).arg(&scale);
         let rows = tokens * self.group;
         let blocks = rows.div_ceil(ROWS) * self.shape.kv_heads;
         let tiles = columns.0 + columns.1 + tokens.div_ceil(PAGE_TOKENS);
@@ -169,7 +197,7 @@ impl Prefill {
                 shares as u32,
             ),
             block_dim: (THREADS, 1, 1),
-            shared_mem_bytes: self.shared_bytes as u32,
+            shared_mem_bytes: self.memory.bytes as u32,
         };
         // SAFETY: the arguments are those of the kernel, whose lengths were checked above; page numbers and counts in
         // the tables are the caller's.
