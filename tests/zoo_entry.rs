@@ -90,6 +90,7 @@ fn entry() -> Entry {
                 algorithm: 1,
             },
             fit: None,
+            imported: None,
             content_sha256: String::new(),
         },
         layers: BTreeMap::from([(0, layer(&plain, &plain)), (10, layer(&full, &full))]),

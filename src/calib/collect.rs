@@ -445,23 +445,28 @@ fn sample_rows(tokens: usize, rows: usize, seed: u64) -> Vec<usize> {
     rows
 }
 
-/// The inputs of a run, as the file will state them.
-fn meta(model: &Model, corpus: &Corpus, options: &CollectOptions) -> Result<Meta> {
+/// Name, fingerprints and geometry of a model, as an entry states them.
+pub fn model_info(model: &Model) -> Result<ModelInfo> {
     let config = model.config();
     let layers = config.num_hidden_layers;
+    Ok(ModelInfo {
+        id: model.id().to_owned(),
+        revision: model.revision().map(str::to_owned),
+        architecture: config.model_type.clone(),
+        config_sha256: model.config_sha256().to_owned(),
+        weights_fingerprint: model.weights_fingerprint()?,
+        layers,
+        heads: vec![config.num_attention_heads; layers],
+        kv_heads: vec![config.num_key_value_heads; layers],
+        head_dim: vec![config.head_dim; layers],
+    })
+}
+
+/// The inputs of a run, as the file will state them.
+fn meta(model: &Model, corpus: &Corpus, options: &CollectOptions) -> Result<Meta> {
     Ok(Meta {
         schema: SCHEMA,
-        model: ModelInfo {
-            id: model.id().to_owned(),
-            revision: model.revision().map(str::to_owned),
-            architecture: config.model_type.clone(),
-            config_sha256: model.config_sha256().to_owned(),
-            weights_fingerprint: model.weights_fingerprint()?,
-            layers,
-            heads: vec![config.num_attention_heads; layers],
-            kv_heads: vec![config.num_key_value_heads; layers],
-            head_dim: vec![config.head_dim; layers],
-        },
+        model: model_info(model)?,
         calibration: Calibration {
             tokens: corpus.tokens,
             prompts: corpus.prompts,

@@ -248,6 +248,7 @@ pub fn fit(moments: &Moments, options: &FitOptions) -> Result<Fitted> {
             ..meta.tool.clone()
         },
         fit: Some(report),
+        imported: None,
         content_sha256: String::new(),
     };
     let layers = layers.into_iter().map(|layer| layer.layer).enumerate();

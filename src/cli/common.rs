@@ -83,7 +83,7 @@ impl ModelArgs {
 }
 
 /// An id becomes the name of a folder in the zoo.
-fn check_id(id: &str) -> Result<()> {
+pub fn check_id(id: &str) -> Result<()> {
     let sound = |part: &str| {
         !part.is_empty()
             && !part.starts_with('.')

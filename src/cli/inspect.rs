@@ -12,7 +12,7 @@ use super::common::{Format, is_moments, print, print_json};
 use crate::calib::moments::{LayerMoments, Meta, Moments};
 use crate::rotation::eigen;
 use crate::rotation::spectrum::{condition, effective_rank, flatness};
-use crate::zoo::{Calibration, Entry, Metadata, ModelInfo, Side, SideName};
+use crate::zoo::{Calibration, Entry, ImportedFile, Metadata, ModelInfo, Side, SideName};
 
 /// Show where an entry or a moments file comes from and what it holds.
 ///
@@ -201,6 +201,16 @@ fn entry_text(view: &EntryView) -> String {
         ),
     ]);
     rows.extend(provenance(&m.model, &m.calibration));
+    if let Some(imported) = &m.imported {
+        let file = |file: &ImportedFile| match &file.objective {
+            Some(objective) => format!("{} ({objective})", file.name),
+            None => file.name.clone(),
+        };
+        rows.push((
+            "imported",
+            format!("{}, {}", file(&imported.k), file(&imported.v)),
+        ));
+    }
     rows.extend([
         (
             "tool",
@@ -361,22 +371,31 @@ fn provenance(model: &ModelInfo, calibration: &Calibration) -> Vec<(&'static str
                 spread(&model.head_dim)
             ),
         ),
-        ("weights", model.weights_fingerprint.clone()),
-        ("config", model.config_sha256.clone()),
+        ("weights", known(&model.weights_fingerprint)),
+        ("config", known(&model.config_sha256)),
         (
             "calibration",
-            format!(
-                "{} tokens of {} prompts, sequences of up to {}, seed {}, {} on {}",
-                calibration.tokens,
-                calibration.prompts,
-                calibration.seq_len,
-                calibration.seed,
-                calibration.dtype,
-                calibration.device
-            ),
+            if calibration.tokens == 0 {
+                known("")
+            } else {
+                format!(
+                    "{} tokens of {} prompts, sequences of up to {}, seed {}, {} on {}",
+                    calibration.tokens,
+                    calibration.prompts,
+                    calibration.seq_len,
+                    calibration.seed,
+                    calibration.dtype,
+                    calibration.device
+                )
+            },
         ),
-        ("token ids", calibration.token_ids_sha256.clone()),
+        ("token ids", known(&calibration.token_ids_sha256)),
     ]
+}
+
+/// What imported files may leave unsaid.
+fn known(text: &str) -> String {
+    if text.is_empty() { "unknown" } else { text }.to_owned()
 }
 
 fn named(id: &str, revision: Option<&str>) -> String {

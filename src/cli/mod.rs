@@ -9,8 +9,10 @@ mod collect;
 mod common;
 mod devices;
 mod diff;
+mod export;
 mod fit;
 mod generate;
+mod import;
 mod inspect;
 mod progress;
 mod report;
@@ -57,6 +59,8 @@ enum Command {
     Card(card::Args),
     Diff(diff::Args),
     Check(check::Args),
+    Import(import::Args),
+    Export(export::Args),
     Devices(devices::Args),
     Bench(bench::Args),
     Completions(shell::CompletionsArgs),
@@ -101,6 +105,8 @@ pub fn run(cli: &Cli) -> Result<Outcome> {
         Command::Card(args) => card::run(args),
         Command::Diff(args) => diff::run(args),
         Command::Check(args) => check::run(args),
+        Command::Import(args) => import::run(args),
+        Command::Export(args) => export::run(args),
         Command::Devices(args) => devices::run(args),
         Command::Bench(args) => bench::run(args),
         Command::Completions(args) => shell::completions(args),

@@ -257,7 +257,12 @@ pub fn check_entry(entry: &Entry, model: &Model) -> Result<Vec<String>> {
         ));
     }
     let mut differences = Vec::new();
-    if ours.weights_fingerprint != model.weights_fingerprint()? {
+    if ours.weights_fingerprint.is_empty() {
+        differences.push(format!(
+            "the entry does not say which weights of `{}` it was calibrated on",
+            ours.id
+        ));
+    } else if ours.weights_fingerprint != model.weights_fingerprint()? {
         differences.push(format!(
             "the entry was calibrated on other weights (`{}`) than those of `{}`",
             ours.id,

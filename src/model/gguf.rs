@@ -1,6 +1,6 @@
 //! GGUF headers: every count, length and offset is checked against the file before anything is allocated by it.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 
 use candle_core::quantized::GgmlDType;
@@ -16,6 +16,10 @@ use crate::{Error, Result, files};
 const MAX_COUNT: usize = 1 << 24;
 /// Arrays of arrays go no deeper.
 const MAX_DEPTH: usize = 4;
+/// What a header may take beyond twice the size of its file: the vocabulary of a model without weights.
+const ALLOWANCE: usize = 1 << 20;
+/// Memory of a key or of a tensor's place in a file, besides its name.
+const ENTRY_BYTES: usize = 256;
 /// No tensor of ggml has more dimensions.
 const MAX_DIMENSIONS: u32 = 4;
 
@@ -31,12 +35,7 @@ pub(super) struct Gguf {
 impl Gguf {
     pub fn open(path: &Path) -> Result<Self> {
         let map = map(path)?;
-        let header = Reader {
-            bytes: &map,
-            at: 0,
-            path,
-        }
-        .header()?;
+        let header = Reader::new(&map, path).header()?;
         Ok(Self {
             path: path.to_path_buf(),
             metadata: header.metadata,
@@ -46,7 +45,61 @@ impl Gguf {
     }
 }
 
+/// Where the parts of a GGUF file lie, for a copy of it, and the geometry of its model.
+#[derive(Clone, Debug)]
+pub struct Layout {
+    pub architecture: String,
+    pub layers: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    /// Every head of q and k has its halves interleaved.
+    pub interleaved: bool,
+    pub tensors: BTreeSet<String>,
+    pub alignment: usize,
+    /// From the start of the file: the first byte after the tensors' names, the first of their data, and the first
+    /// after it.
+    pub infos_end: usize,
+    pub data_start: usize,
+    pub data_end: usize,
+    pub file_bytes: usize,
+}
+
+impl Layout {
+    /// Reads and checks the header of the file at `path`.
+    pub fn read(path: &Path) -> Result<Self> {
+        let map = map(path)?;
+        let mut reader = Reader::new(&map, path);
+        let header = reader.header()?;
+        let infos_end = reader.at;
+        let file_bytes = map.len();
+        let tensors = header.tensors.keys().cloned().collect();
+        let data_end = header.tensors.values().map(|t| t.start + t.bytes).max();
+        let gguf = Gguf {
+            path: path.to_path_buf(),
+            metadata: header.metadata,
+            metadata_sha256: header.metadata_sha256,
+            weights: Weights::new(vec![(path.to_path_buf(), map)], header.tensors),
+        };
+        let config = gguf.config()?;
+        Ok(Self {
+            interleaved: config.model_type == "llama",
+            architecture: config.model_type,
+            layers: config.num_hidden_layers,
+            kv_heads: config.num_key_value_heads,
+            head_dim: config.head_dim,
+            tensors,
+            alignment: header.alignment,
+            infos_end,
+            data_start: header.data_start,
+            data_end: data_end.unwrap_or(header.data_start),
+            file_bytes,
+        })
+    }
+}
+
 struct Header {
+    alignment: usize,
+    data_start: usize,
     metadata: HashMap<String, Value>,
     metadata_sha256: String,
     tensors: BTreeMap<String, Stored>,
@@ -56,9 +109,31 @@ struct Reader<'a> {
     bytes: &'a Mmap,
     at: usize,
     path: &'a Path,
+    /// Bytes that what is read may still take.
+    room: usize,
+}
+
+impl<'a> Reader<'a> {
+    fn new(bytes: &'a Mmap, path: &'a Path) -> Self {
+        Self {
+            bytes,
+            at: 0,
+            path,
+            room: 2 * bytes.len() + ALLOWANCE,
+        }
+    }
 }
 
 impl Reader<'_> {
+    /// Counts what is about to be allocated: a list of one-byte numbers grows to 32 bytes each.
+    fn charge(&mut self, bytes: usize) -> Result<()> {
+        self.room = self.room.checked_sub(bytes).ok_or_else(|| {
+            self.broken("its header asks for more memory than a file of its size needs")
+                .hint("fetch the file again")
+        })?;
+        Ok(())
+    }
+
     fn header(&mut self) -> Result<Header> {
         if self.take(4, "magic")? != b"GGUF" {
             return Err(self.broken("not a GGUF file (its first four bytes are not `GGUF`)"));
@@ -74,6 +149,7 @@ impl Reader<'_> {
         let key_count = self.count("metadata count", 13)?;
         let mut metadata = HashMap::new();
         for _ in 0..key_count {
+            self.charge(ENTRY_BYTES)?;
             let key = self.string("metadata key")?;
             let kind = self.u32(&key)?;
             let value = self.value(&key, kind, 0)?;
@@ -120,6 +196,8 @@ impl Reader<'_> {
         }
         self.no_overlap(&tensors)?;
         Ok(Header {
+            alignment,
+            data_start,
             metadata,
             metadata_sha256,
             tensors,
@@ -145,6 +223,7 @@ impl Reader<'_> {
 
     /// Name and extent of a tensor, its start still counted from the start of the data.
     fn tensor(&mut self) -> Result<(String, Stored)> {
+        self.charge(ENTRY_BYTES)?;
         let name = self.string("tensor name")?;
         let dimensions = self.u32(&name)?;
         if dimensions == 0 || dimensions > MAX_DIMENSIONS {
@@ -219,11 +298,12 @@ impl Reader<'_> {
                     _ => 8,
                 };
                 let count = self.count(key, least_bytes)?;
-                Value::Array(
-                    (0..count)
-                        .map(|_| self.value(key, kind, depth + 1))
-                        .collect::<Result<_>>()?,
-                )
+                self.charge(count * size_of::<Value>())?;
+                let mut list = Vec::with_capacity(count);
+                for _ in 0..count {
+                    list.push(self.value(key, kind, depth + 1)?);
+                }
+                Value::Array(list)
             }
             10 => Value::U64(self.u64(key)?),
             11 => Value::I64(i64::from_le_bytes(self.array(key)?)),
@@ -250,6 +330,7 @@ impl Reader<'_> {
 
     fn string(&mut self, what: &str) -> Result<String> {
         let length = self.count(what, 1)?;
+        self.charge(length)?;
         let bytes = self.take(length, what)?.to_vec();
         // Token texts need not be UTF-8 in every vocabulary; everything that is compared by name is.
         Ok(String::from_utf8(bytes)

@@ -18,6 +18,7 @@ mod weights;
 pub use attention::{Attention, FullAttention};
 pub use config::Config;
 pub use decoder::{Batch, DecoderLayer, LmHead};
+pub use gguf::Layout as GgufLayout;
 pub use open::{Model, OpenOptions, Sizes, TokenizerSource};
 pub use rope::{Rope, RopeScaling};
 pub use sequence::PackedSequence;

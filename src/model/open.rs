@@ -392,11 +392,14 @@ impl Model {
             }
             known.insert(name);
         }
-        // Tables that old checkpoints store though every program computes them, and a head that is tied all the same.
+        // Tables that old checkpoints store though every program computes them, a head that is tied all the same, and
+        // the rotations of a cache, which `oscar export` appends to a GGUF file.
         let harmless = |name: &str| {
             name.ends_with(".rotary_emb.inv_freq")
                 || name == "rope_freqs.weight"
                 || name == "lm_head.weight"
+                || name.ends_with(".attn_k_rot.weight")
+                || name.ends_with(".attn_v_rot.weight")
         };
         match self
             .weights

@@ -1,12 +1,13 @@
 //! An entry in memory, and `rotations.safetensors` on disk.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+use safetensors::tensor::{Dtype, SafeTensors, View};
 use sha2::{Digest, Sha256};
 
 use super::schema::{Metadata, SCHEMA, Scope};
@@ -16,6 +17,9 @@ use crate::{Error, Result};
 
 /// Name of the tensors' file in an entry's folder.
 pub const FILE: &str = "rotations.safetensors";
+
+/// Headers up to this size are read whatever the size of the file.
+const LEAST_HEADER_LIMIT: usize = 256 << 10;
 
 /// What `validate` and `publish` derive from the tensors, and a new fit makes untrue.
 const DERIVED: [&str; 3] = ["metrics.json", "report.html", "README.md"];
@@ -173,8 +177,7 @@ impl Entry {
     pub fn write(&self, folder: &Path, force: bool) -> Result<PathBuf> {
         let file = folder.join(FILE);
         let bytes = self.to_bytes(&file)?;
-        let (_, checks) = verify::read(&bytes);
-        if let Some(problem) = checks.iter().flat_map(|check| &check.problems).next() {
+        if let Some(problem) = verify::first_problem(&bytes) {
             return Err(Error::invalid(file.display(), problem));
         }
         if file.exists() && files::read(&file)? == bytes {
@@ -234,43 +237,28 @@ impl Entry {
         metadata.content_sha256 = content_sha256(
             tensors
                 .iter()
-                .map(|(name, (shape, data))| (name.as_str(), shape.as_slice(), data.as_slice())),
+                .map(|(name, part)| (name.as_str(), part.shape.as_slice(), part.bytes().into())),
         );
-        let bad = |problem: &dyn fmt::Display| Error::invalid(place.display(), problem);
         let json = canonical_json(&metadata)?;
-        let views = tensors
-            .iter()
-            .map(|(name, (shape, data))| {
-                Ok((name, TensorView::new(Dtype::F32, shape.clone(), data)?))
-            })
-            .collect::<Result<Vec<_>, safetensors::SafeTensorError>>()
-            .map_err(|e| bad(&e))?;
         let header = HashMap::from([("oscar".to_owned(), json)]);
-        safetensors::serialize(views, Some(header)).map_err(|e| bad(&e))
+        safetensors::serialize(&tensors, Some(header))
+            .map_err(|e| Error::invalid(place.display(), e))
     }
 
-    /// Name to shape and little-endian bytes.
-    fn tensors(&self) -> BTreeMap<String, (Vec<usize>, Vec<u8>)> {
+    fn tensors<'a>(&'a self) -> BTreeMap<String, Part<'a>> {
         let mut out = BTreeMap::new();
         for (&layer, parts) in &self.layers {
             let d = parts.head_dim;
             for (name, side) in [(SideName::K, &parts.k), (SideName::V, &parts.v)] {
-                let mut put = |part: &str, list: &[Vec<f32>], inner: &[usize]| {
-                    let mut shape = vec![list.len()];
-                    shape.extend(inner);
-                    let bytes = list
-                        .iter()
-                        .flatten()
-                        .flat_map(|x| x.to_le_bytes())
-                        .collect();
-                    out.insert(format!("layers.{layer}.{name}.{part}"), (shape, bytes));
+                let mut put = |part: &str, part_of: Part<'a>| {
+                    out.insert(format!("layers.{layer}.{name}.{part}"), part_of);
                 };
-                put("encode", &side.encode, &[d, d]);
-                put(
-                    "clip",
-                    &side.clip.iter().map(|&x| vec![x]).collect::<Vec<_>>(),
-                    &[],
-                );
+                put("encode", Part::new(&side.encode, &[d, d]));
+                let clip = Part {
+                    shape: vec![side.clip.len()],
+                    lists: vec![&side.clip],
+                };
+                put("clip", clip);
                 for (part, list, inner) in [
                     (name.dual(), &side.dual, &[d, d][..]),
                     ("mean", &side.mean, &[d]),
@@ -278,7 +266,7 @@ impl Entry {
                     ("spectrum", &side.spectrum, &[d]),
                 ] {
                     if let Some(list) = list {
-                        put(part, list, inner);
+                        put(part, Part::new(list, inner));
                     }
                 }
             }
@@ -301,6 +289,48 @@ impl Entry {
     }
 }
 
+/// A tensor to be written: its bytes are made when they are asked for, one tensor at a time.
+struct Part<'a> {
+    shape: Vec<usize>,
+    lists: Vec<&'a [f32]>,
+}
+
+impl<'a> Part<'a> {
+    /// One item of `list`, of shape `inner`, an index of the first axis.
+    fn new(list: &'a [Vec<f32>], inner: &[usize]) -> Self {
+        Self {
+            shape: [&[list.len()], inner].concat(),
+            lists: list.iter().map(Vec::as_slice).collect(),
+        }
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(View::data_len(&self));
+        for x in self.lists.iter().copied().flatten() {
+            bytes.extend(x.to_le_bytes());
+        }
+        bytes
+    }
+}
+
+impl View for &Part<'_> {
+    fn dtype(&self) -> Dtype {
+        Dtype::F32
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        self.bytes().into()
+    }
+
+    fn data_len(&self) -> usize {
+        self.lists.iter().map(|list| size_of_val(*list)).sum()
+    }
+}
+
 /// A folder stands for the file in it.
 pub(super) fn file_of(path: &Path) -> PathBuf {
     if path.is_dir() {
@@ -313,7 +343,7 @@ pub(super) fn file_of(path: &Path) -> PathBuf {
 /// SHA-256 over tensors in byte order of their names: name, a zero byte, number of dimensions and each dimension as
 /// u64 (little-endian), then the data.
 pub(super) fn content_sha256<'a>(
-    tensors: impl Iterator<Item = (&'a str, &'a [usize], &'a [u8])>,
+    tensors: impl Iterator<Item = (&'a str, &'a [usize], Cow<'a, [u8]>)>,
 ) -> String {
     let mut hasher = Sha256::new();
     for (name, shape, data) in tensors {
@@ -323,7 +353,7 @@ pub(super) fn content_sha256<'a>(
         for &dim in shape {
             hasher.update((dim as u64).to_le_bytes());
         }
-        hasher.update(data);
+        hasher.update(&*data);
     }
     files::hex(&hasher.finalize())
 }
@@ -359,7 +389,7 @@ pub(super) fn metadata(bytes: &[u8]) -> Result<Metadata, String> {
 }
 
 /// The JSON part, its length checked against the file's.
-fn header(bytes: &[u8]) -> Result<&str, String> {
+pub(super) fn header(bytes: &[u8]) -> Result<&str, String> {
     let cut = || format!("truncated, or no safetensors file ({} bytes)", bytes.len());
     let length = bytes
         .first_chunk()
@@ -369,5 +399,12 @@ fn header(bytes: &[u8]) -> Result<&str, String> {
         .ok()
         .and_then(|length| bytes.get(8..)?.get(..length))
         .ok_or_else(|| format!("{}: its header claims {length} bytes", cut()))?;
+    // Parsed, a header takes ten times its size.
+    if header.len() > LEAST_HEADER_LIMIT + bytes.len() / 16 {
+        return Err(format!(
+            "its header takes {length} of {} bytes, more than that of any entry",
+            bytes.len()
+        ));
+    }
     std::str::from_utf8(header).map_err(|_| "the header is not UTF-8".to_owned())
 }

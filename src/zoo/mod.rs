@@ -1,12 +1,13 @@
-//! Zoo entries: schema, safetensors I/O, verification.
+//! Zoo entries: schema, safetensors I/O, verification, and other engines' formats.
 
 mod entry;
+pub mod formats;
 mod schema;
 mod verify;
 
 pub use entry::{Entry, FILE, Head, Layer, Side, SideName};
 pub use schema::{
-    Calibration, Fit, FitSide, KMoment, Metadata, Method, ModelInfo, Quantizer, Rounding, SCHEMA,
-    Scope, Tool, VMoment, Windows,
+    Calibration, Fit, FitSide, Imported, ImportedFile, KMoment, Metadata, Method, ModelInfo,
+    Quantizer, Rounding, SCHEMA, Scope, Tool, VMoment, Windows,
 };
 pub use verify::{Check, verify};

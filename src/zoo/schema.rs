@@ -114,6 +114,9 @@ pub struct Metadata {
     pub tool: Tool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fit: Option<Fit>,
+    /// `None`: fitted by this tool.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub imported: Option<Imported>,
     /// SHA-256 over tensor names, shapes and bytes. [`super::Entry::write`] fills it in.
     #[serde(default)]
     pub content_sha256: String,
@@ -200,6 +203,25 @@ pub struct Tool {
     pub version: String,
     /// Counts changes that alter an entry's numbers.
     pub algorithm: u32,
+}
+
+/// The files of another tool that an entry was made of.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Imported {
+    pub k: ImportedFile,
+    pub v: ImportedFile,
+}
+
+/// What a file of rotations says about itself.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ImportedFile {
+    pub name: String,
+    pub sha256: String,
+    pub format_version: Option<i64>,
+    pub objective: Option<String>,
+    /// Its `calibration` dict.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub calibration: Option<serde_json::Value>,
 }
 
 /// How the transforms were chosen.

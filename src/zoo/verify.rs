@@ -13,6 +13,9 @@ use crate::{Result, files, linalg};
 /// Largest entry of |encode·queryᵀ − I| that storage in f32 explains.
 const INVERSE_TOLERANCE: f64 = 1e-3;
 
+/// The same of rotations that other tools wrote, some in half precision.
+pub(super) const IMPORTED_TOLERANCE: f64 = 5e-3;
+
 /// Enough problems of one kind to see what is wrong.
 const PROBLEMS: usize = 20;
 
@@ -45,6 +48,17 @@ pub fn verify(path: &Path) -> Result<Vec<Check>> {
 
 /// The entry where its structure can be read, and all checks that could be made.
 pub(super) fn read(bytes: &[u8]) -> (Option<Entry>, Vec<Check>) {
+    checks(bytes, true)
+}
+
+/// The first broken promise of an entry's bytes. Takes the memory of a layer at a time, not of the entry.
+pub(super) fn first_problem(bytes: &[u8]) -> Option<String> {
+    let (_, checks) = checks(bytes, false);
+    checks.into_iter().flat_map(|check| check.problems).next()
+}
+
+/// The entry where it is to be kept and can be, and all checks that could be made.
+fn checks(bytes: &[u8], keep: bool) -> (Option<Entry>, Vec<Check>) {
     let mut checks = Vec::new();
     let mut check = |name, mut problems: Vec<String>| {
         if problems.len() > PROBLEMS {
@@ -73,7 +87,7 @@ pub(super) fn read(bytes: &[u8]) -> (Option<Entry>, Vec<Check>) {
     let hash = entry::content_sha256(
         tensors
             .iter()
-            .map(|(name, tensor)| (name.as_str(), tensor.shape(), tensor.data())),
+            .map(|(name, tensor)| (name.as_str(), tensor.shape(), tensor.data().into())),
     );
     let claimed = &metadata.content_sha256;
     let differs = (hash != *claimed).then(|| {
@@ -89,18 +103,91 @@ pub(super) fn read(bytes: &[u8]) -> (Option<Entry>, Vec<Check>) {
         check("content hash", differs.into_iter().collect());
         return (None, checks);
     }
-    let (layers, missing) = layers(&metadata, &tensors);
-    let complete = check("every layer, both sides", missing);
+    let tolerance = if metadata.imported.is_some() {
+        IMPORTED_TOLERANCE
+    } else {
+        INVERSE_TOLERANCE
+    };
+    let ids: BTreeSet<usize> = tensors
+        .keys()
+        .filter_map(|name| Some(parse(name)?.layer))
+        .collect();
+    let ids: Vec<usize> = ids.into_iter().collect();
+    let read = linalg::parallel(ids.len(), |i| {
+        let (layer, missing) = layer(ids[i], &metadata, &tensors);
+        let found = if missing.is_empty() {
+            Found::of(ids[i], &layer, tolerance)
+        } else {
+            Found {
+                missing,
+                ..Found::default()
+            }
+        };
+        (found, keep.then_some(layer))
+    });
+    let mut found = Found::default();
+    if ids.is_empty() {
+        found.missing.push("no layer at all".to_owned());
+    }
+    let mut layers = BTreeMap::new();
+    for (id, (problems, layer)) in ids.into_iter().zip(read) {
+        found.append(problems);
+        layers.extend(layer.map(|layer| (id, layer)));
+    }
+    let complete = check("every layer, both sides", found.missing);
     if complete {
-        let finite = check("finite values", all(&layers, not_finite));
-        check("clip ratios in (0, 1]", all(&layers, clip));
+        let finite = check("finite values", found.not_finite);
+        check("clip ratios in (0, 1]", found.clip);
         if finite {
-            check("encode and its inverse", all(&layers, inverse));
-            check("feedback strictly upper triangular", all(&layers, feedback));
+            check("encode and its inverse", found.inverse);
+            check("feedback strictly upper triangular", found.feedback);
         }
     }
     check("content hash", differs.into_iter().collect());
-    (complete.then_some(Entry { metadata, layers }), checks)
+    (
+        (complete && keep).then_some(Entry { metadata, layers }),
+        checks,
+    )
+}
+
+/// Problems by kind, in order of layers, K before V.
+#[derive(Default)]
+struct Found {
+    missing: Vec<String>,
+    not_finite: Vec<String>,
+    clip: Vec<String>,
+    inverse: Vec<String>,
+    feedback: Vec<String>,
+}
+
+impl Found {
+    /// Of a layer that is complete.
+    fn of(id: usize, layer: &Layer, tolerance: f64) -> Self {
+        let mut found = Self::default();
+        let d = layer.head_dim;
+        for (name, side) in [(SideName::K, &layer.k), (SideName::V, &layer.v)] {
+            let place = |problem| format!("layer {id} {name}: {problem}");
+            found
+                .not_finite
+                .extend(not_finite(d, name, side).into_iter().map(place));
+            found.clip.extend(clip(side).into_iter().map(place));
+            found
+                .inverse
+                .extend(inverse(d, name, side, tolerance).into_iter().map(place));
+            found
+                .feedback
+                .extend(feedback(d, side).into_iter().map(place));
+        }
+        found
+    }
+
+    fn append(&mut self, mut other: Self) {
+        self.missing.append(&mut other.missing);
+        self.not_finite.append(&mut other.not_finite);
+        self.clip.append(&mut other.clip);
+        self.inverse.append(&mut other.inverse);
+        self.feedback.append(&mut other.feedback);
+    }
 }
 
 /// The metadata agrees with itself.
@@ -226,77 +313,46 @@ fn structure(metadata: &Metadata, tensors: &BTreeMap<String, TensorView>) -> Vec
     problems
 }
 
-/// The layers of tensors that [`structure`] found right, and what they lack.
-fn layers(
+/// A layer of tensors that [`structure`] found right, and what it lacks.
+fn layer(
+    layer: usize,
     metadata: &Metadata,
     tensors: &BTreeMap<String, TensorView>,
-) -> (BTreeMap<usize, Layer>, Vec<String>) {
+) -> (Layer, Vec<String>) {
     let mut missing = Vec::new();
-    let ids: BTreeSet<usize> = tensors
-        .keys()
-        .filter_map(|name| Some(parse(name)?.layer))
-        .collect();
-    if ids.is_empty() {
-        missing.push("no layer at all".to_owned());
+    let [mut k, mut v] = [Side::default(), Side::default()];
+    for (name, side) in [(SideName::K, &mut k), (SideName::V, &mut v)] {
+        let mut need = |part: &str, value: Option<Vec<Vec<f32>>>| {
+            value.unwrap_or_else(|| {
+                missing.push(format!(
+                    "layer {layer} {name}: no tensor `layers.{layer}.{name}.{part}`"
+                ));
+                Vec::new()
+            })
+        };
+        let get = |part: &str| {
+            tensors
+                .get(&format!("layers.{layer}.{name}.{part}"))
+                .map(unpack)
+        };
+        side.encode = need("encode", get("encode"));
+        side.clip = need("clip", get("clip")).into_iter().flatten().collect();
+        side.dual = get(name.dual());
+        side.mean = get("mean");
+        side.feedback = get("feedback");
+        side.spectrum = get("spectrum");
     }
-    let mut out = BTreeMap::new();
-    for layer in ids {
-        let [mut k, mut v] = [Side::default(), Side::default()];
-        for (name, side) in [(SideName::K, &mut k), (SideName::V, &mut v)] {
-            let mut need = |part: &str, value: Option<Vec<Vec<f32>>>| {
-                value.unwrap_or_else(|| {
-                    missing.push(format!(
-                        "layer {layer} {name}: no tensor `layers.{layer}.{name}.{part}`"
-                    ));
-                    Vec::new()
-                })
-            };
-            let get = |part: &str| {
-                tensors
-                    .get(&format!("layers.{layer}.{name}.{part}"))
-                    .map(unpack)
-            };
-            side.encode = need("encode", get("encode"));
-            side.clip = need("clip", get("clip")).into_iter().flatten().collect();
-            side.dual = get(name.dual());
-            side.mean = get("mean");
-            side.feedback = get("feedback");
-            side.spectrum = get("spectrum");
-        }
-        let head_dim = metadata.model.head_dim.get(layer).copied().unwrap_or(0);
-        out.insert(layer, Layer { head_dim, k, v });
-    }
-    (out, missing)
+    let head_dim = metadata.model.head_dim.get(layer).copied().unwrap_or(0);
+    (Layer { head_dim, k, v }, missing)
 }
 
 /// Splits a tensor along its first axis.
 fn unpack(tensor: &TensorView) -> Vec<Vec<f32>> {
     let count = tensor.shape().first().copied().unwrap_or(0).max(1);
     let (values, _) = tensor.data().as_chunks();
-    let values: Vec<f32> = values.iter().map(|x| f32::from_le_bytes(*x)).collect();
     let each = (values.len() / count).max(1);
-    values.chunks(each).map(<[f32]>::to_vec).collect()
-}
-
-/// The problems that `test` finds, in order of layers, K before V.
-fn all(
-    layers: &BTreeMap<usize, Layer>,
-    test: fn(usize, SideName, &Side) -> Vec<String>,
-) -> Vec<String> {
-    let layers: Vec<_> = layers.iter().collect();
-    linalg::parallel(layers.len(), |i| {
-        let (&id, layer) = layers[i];
-        let mut problems = Vec::new();
-        for (name, side) in [(SideName::K, &layer.k), (SideName::V, &layer.v)] {
-            for problem in test(layer.head_dim, name, side) {
-                problems.push(format!("layer {id} {name}: {problem}"));
-            }
-        }
-        problems
-    })
-    .into_iter()
-    .flatten()
-    .collect()
+    let part = |part: &[[u8; 4]]| part.iter().map(|x| f32::from_le_bytes(*x)).collect();
+    values.chunks(each).map(part).collect()
 }
 
 fn not_finite(d: usize, name: SideName, side: &Side) -> Vec<String> {
@@ -322,7 +378,7 @@ fn not_finite(d: usize, name: SideName, side: &Side) -> Vec<String> {
     problems
 }
 
-fn clip(_: usize, _: SideName, side: &Side) -> Vec<String> {
+fn clip(side: &Side) -> Vec<String> {
     let bad = |(head, &clip): (usize, &f32)| {
         (!(clip > 0.0 && clip <= 1.0))
             .then(|| format!("`clip` of head {head} is {clip}, outside (0, 1]"))
@@ -330,7 +386,7 @@ fn clip(_: usize, _: SideName, side: &Side) -> Vec<String> {
     side.clip.iter().enumerate().filter_map(bad).collect()
 }
 
-fn inverse(d: usize, name: SideName, side: &Side) -> Vec<String> {
+fn inverse(d: usize, name: SideName, side: &Side, tolerance: f64) -> Vec<String> {
     let mut problems = Vec::new();
     for (head, encode) in side.encode.iter().enumerate() {
         let dual = side.dual.as_ref().and_then(|list| list.get(head));
@@ -340,11 +396,16 @@ fn inverse(d: usize, name: SideName, side: &Side) -> Vec<String> {
             (_, None) => (Op::Nt, "encode is taken for orthogonal, but encode·encodeᵀ"),
         };
         let off = distance_from_identity(op, encode, dual.unwrap_or(encode), d);
-        if off.is_nan() || off > INVERSE_TOLERANCE {
+        if off.is_nan() || off > tolerance {
             problems.push(format!("{what} of head {head} is {off:.2e} away from I"));
         }
     }
     problems
+}
+
+/// Largest entry of |R·Rᵀ − I| of a matrix (d, d), in f64; NaN where it holds one.
+pub(super) fn distance_from_orthogonal(rotation: &[f32], d: usize) -> f64 {
+    distance_from_identity(Op::Nt, rotation, rotation, d)
 }
 
 /// Largest entry of |a·b − I|, in f64.
@@ -365,7 +426,7 @@ fn distance_from_identity(op: Op, a: &[f32], b: &[f32], d: usize) -> f64 {
     })
 }
 
-fn feedback(d: usize, _: SideName, side: &Side) -> Vec<String> {
+fn feedback(d: usize, side: &Side) -> Vec<String> {
     let mut problems = Vec::new();
     for (head, matrix) in side.feedback.iter().flatten().enumerate() {
         if let Some(i) = (0..d * d).find(|i| i % d <= i / d && matrix[*i] != 0.0) {
