@@ -24,6 +24,8 @@ const COMMANDS: &[&str] = &[
     "card",
     "diff",
     "check",
+    "import",
+    "export",
     "bench",
     "completions",
     "man",
