@@ -1,5 +1,6 @@
 //! `oscar export`: a zoo entry into the files of another engine.
 
+use std::fmt::Write as _;
 use std::fs;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -88,12 +89,12 @@ pub fn run(args: &Args) -> Result<Outcome> {
         .collect();
     match args.format {
         Format::Text => {
-            let mut text: String = written
-                .iter()
-                .map(|path| format!("wrote    {path}\n"))
-                .collect();
+            let mut text = String::new();
+            for path in &written {
+                writeln!(text, "wrote    {path}")?;
+            }
             if let Some(hint) = hint {
-                text.push_str(&format!("serve    {hint}\n"));
+                writeln!(text, "serve    {hint}")?;
             }
             print(&text)?;
         }
@@ -168,10 +169,10 @@ fn gguf(export: &Orthogonal, args: &Args) -> Result<Written> {
             export.v_clip
         );
     }
-    let mut command: String = gguf::environment(export)
-        .iter()
-        .map(|(name, value)| format!("{name}={value} "))
-        .collect();
+    let mut command = String::new();
+    for (name, value) in gguf::environment(export) {
+        write!(command, "{name}={value} ")?;
+    }
     command.push_str("llama-server --cache-type-k q2_0 --cache-type-v q2_0 -m ");
     command.push_str(&args.out.display().to_string());
     Ok((vec![args.out.clone()], Some(command)))

@@ -564,9 +564,13 @@ impl Writer {
         self.text("cpu");
         self.int(shape.iter().product());
         self.out.extend(b"tQK\x00(");
-        shape.iter().for_each(|&size| self.int(size));
+        for &size in shape {
+            self.int(size);
+        }
         self.out.extend(b"t(");
-        (0..shape.len()).for_each(|i| self.int(shape[i + 1..].iter().product()));
+        for i in 0..shape.len() {
+            self.int(shape[i + 1..].iter().product());
+        }
         self.out.extend(b"t\x89ccollections\nOrderedDict\n)RtR");
     }
 }
