@@ -600,7 +600,7 @@ fn pickles_that_run_programs_are_refused() {
         attack(Pickle::new().raw(broken));
     }
 
-    // A list that holds itself, and one that holds another twice, thirty times over.
+    // A list that holds itself, and one that holds another four times, fifteen times over.
     let with = |calibration: Pickle| {
         let mut k = keys();
         k.more = Pickle::default().text("calibration").raw(&calibration.0);
@@ -614,8 +614,8 @@ fn pickles_that_run_programs_are_refused() {
         .raw(b"]q\x00h\x00a")
         .end();
     names(&with(endless), &["calibration", "too deep"]);
-    let doubled = (0..15).fold(Pickle::default().raw(b"]q\x00"), |pickle, _| {
-        pickle.raw(b"q\x01]h\x01ah\x01ah\x01ah\x01a")
+    let doubled = (0..15).fold(Pickle::default().raw(&[b'('; 15]).raw(b")"), |pickle, _| {
+        pickle.raw(b"q\x01h\x01h\x01h\x01t")
     });
     names(
         &with(Pickle::default().begin().text("a").raw(&doubled.0).end()),
