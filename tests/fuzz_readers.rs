@@ -349,7 +349,9 @@ fn fuzz(target: &Target) {
             );
         }
     };
-    seeds.iter().for_each(|seed| check(seed));
+    for seed in &seeds {
+        check(seed);
+    }
     let start = Instant::now();
     let mut inputs = 0;
     while start.elapsed() < time {

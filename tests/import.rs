@@ -70,7 +70,7 @@ fn one_matrix_a_layer() {
         assert_eq!(entry.metadata.model.layers, 8);
         assert_eq!(entry.layers.keys().copied().collect::<Vec<_>>(), [3, 7]);
         for ((id, matrix, eigenvalues), layer) in k.layers.iter().zip(entry.layers.values()) {
-            assert_eq!(layer.k.encode, [matrix.clone()], "layer {id}");
+            assert_eq!(layer.k.encode.concat(), *matrix, "layer {id}");
             let mut descending = eigenvalues.clone().unwrap();
             descending.reverse();
             assert_eq!(layer.k.spectrum, Some(vec![descending]), "layer {id}");
@@ -78,7 +78,7 @@ fn one_matrix_a_layer() {
             assert!(layer.k.dual.is_none() && layer.k.mean.is_none() && layer.k.feedback.is_none());
         }
         for ((.., matrix, _), layer) in v.layers.iter().zip(entry.layers.values()) {
-            assert_eq!(layer.v.encode, [matrix.clone()]);
+            assert_eq!(layer.v.encode.concat(), *matrix);
         }
     }
 }
