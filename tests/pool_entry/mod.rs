@@ -100,6 +100,7 @@ pub fn entry(layers: usize, dims: Dims, group: usize, seed: u64) -> Entry {
                 algorithm: 1,
             },
             fit: None,
+            imported: None,
             content_sha256: String::new(),
         },
         layers: (0..layers).map(|index| (index, layer(index))).collect(),
