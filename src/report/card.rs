@@ -280,12 +280,23 @@ fn usage(entry: &Entry) -> String {
         .layers
         .values()
         .any(|layer| layer.k.feedback.is_some() || layer.v.feedback.is_some());
+    let clips = |of: fn(&zoo::Layer) -> &Side| {
+        let mut list = entry.layers.values().flat_map(|l| of(l).clip.iter());
+        let first = list.next().map(|c| c.to_bits());
+        list.any(|c| Some(c.to_bits()) != first)
+    };
+    // `export` asks for it where the server has less than the entry.
+    let lossy = if rounding || clips(|l| &l.k) || clips(|l| &l.v) {
+        " --lossy"
+    } else {
+        ""
+    };
     let mut problems = served(entry);
     let loss = if rounding {
         " The server rounds each channel to its nearest level and takes one clip ratio a side: less than what was \
          measured above."
     } else {
-        " The server takes one clip ratio a side."
+        ""
     };
     let remedy = "`oscar fit MOMENTS --method oscar --scope layer --rounding nearest --k-clip 0.96 --v-clip 0.92` fits an \
                   entry that loads";
@@ -293,7 +304,7 @@ fn usage(entry: &Entry) -> String {
     if problems.is_empty() {
         let _ = writeln!(
             out,
-            "```sh\noscar export ENTRY --to sglang --out DIR\n```\n\nwrites the two `.pt` files that OSCAR’s SGLang loads, \
+            "```sh\noscar export ENTRY --to sglang --out DIR{lossy}\n```\n\nwrites the two `.pt` files that OSCAR’s SGLang loads, \
              and the script that serves with them.{loss}"
         );
     } else {
@@ -311,7 +322,7 @@ fn usage(entry: &Entry) -> String {
     if problems.is_empty() {
         let _ = writeln!(
             out,
-            "```sh\noscar export ENTRY --to gguf --base MODEL.gguf --out ROTATED.gguf\n```\n\nappends the rotations to a copy \
+            "```sh\noscar export ENTRY --to gguf --base MODEL.gguf --out ROTATED.gguf{lossy}\n```\n\nappends the rotations to a copy \
              of the model, for llama.cpp’s OSCAR branch.{loss}"
         );
     } else {

@@ -601,6 +601,11 @@ pub(super) fn provenance(
             ),
         ));
     }
+    if let Some(imported) = &m.imported {
+        for (key, file) in [("Keys from", &imported.k), ("Values from", &imported.v)] {
+            rows.push(hash(key, &format!("{} {}", file.name, file.sha256)));
+        }
+    }
     let c = &m.calibration;
     rows.extend([
         row(
