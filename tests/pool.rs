@@ -20,7 +20,7 @@ proptest! {
 
     #[test]
     fn the_cpu_pool_is_a_list_of_tokens(case in cases()) {
-        let promise = Promise { device: &Device::Cpu, tolerance: 1e-4, exact: true };
+        let promise = Promise { device: &Device::Cpu, tolerance: 1e-5, exact: true };
         run(&case, &|shape, capacity| Pool::cpu(shape, capacity).unwrap(), promise);
     }
 }

@@ -43,7 +43,7 @@ pub struct CudaStore {
 /// An entry's tensors where they are used.
 struct OnDevice {
     params: EntryParams,
-    /// By layer: (KV heads, d, d) and the mean of values (KV heads, 1, d), f32.
+    /// By layer: (KV heads, d, d) and the mean of values (KV heads, 1, d), bf16.
     layers: Vec<Duals>,
 }
 
@@ -385,7 +385,8 @@ impl OnDevice {
                         };
                         all.extend(rows.iter().map(|&x| x as f32));
                     }
-                    Ok(Tensor::from_vec(all, (dims.kv_heads, d, d), &on)?)
+                    let dual = Tensor::from_vec(all, (dims.kv_heads, d, d), &on)?;
+                    Ok(dual.to_dtype(DType::BF16)?)
                 };
                 let means: Vec<f32> = heads
                     .iter()
@@ -393,7 +394,9 @@ impl OnDevice {
                     .collect();
                 let centered = heads.iter().any(|head| head[1].mean().is_some());
                 let mean = centered
-                    .then(|| Tensor::from_vec(means, (dims.kv_heads, 1, d), &on))
+                    .then(|| {
+                        Tensor::from_vec(means, (dims.kv_heads, 1, d), &on)?.to_dtype(DType::BF16)
+                    })
                     .transpose()?;
                 Ok(Duals {
                     query: dual(0)?,
@@ -414,23 +417,29 @@ fn inverse(encode: &[f32], d: usize) -> Result<DMatrix<f64>> {
         .ok_or_else(|| Error::numeric("entry", "a transform rounded to bf16 has no inverse"))
 }
 
-/// Rows (tokens, heads, d) of every KV head's group times its matrix (KV heads, d, d), plus its row, in f32.
+/// bf16 rows (tokens, heads, d) of every KV head's group times its matrix (KV heads, d, d), plus its row.
 fn times(x: &Tensor, matrix: &Tensor, row: Option<&Tensor>) -> Result<Tensor> {
     let (tokens, heads, d) = x.dims3()?;
     let kv_heads = matrix.dim(0)?;
     let group = heads / kv_heads;
-    let rows = x
-        .to_dtype(DType::F32)?
-        .reshape((tokens, kv_heads, group, d))?
-        .permute((1, 0, 2, 3))?
-        .reshape((kv_heads, tokens * group, d))?;
+    // A single token's heads stand as they are multiplied.
+    let rows = if tokens == 1 {
+        x.reshape((kv_heads, group, d))?
+    } else {
+        x.reshape((tokens, kv_heads, group, d))?
+            .transpose(0, 1)?
+            .reshape((kv_heads, tokens * group, d))?
+    };
     let mut rows = rows.matmul(matrix)?;
     if let Some(row) = row {
         rows = rows.broadcast_add(row)?;
     }
+    if tokens == 1 {
+        return Ok(rows.reshape((1, heads, d))?);
+    }
     Ok(rows
         .reshape((kv_heads, tokens, group, d))?
-        .permute((1, 0, 2, 3))?
+        .transpose(0, 1)?
         .reshape((tokens, heads, d))?)
 }
 
@@ -513,10 +522,10 @@ impl Store for CudaStore {
     fn attend(&mut self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
         let dtype = q.dtype();
         let rows = |x: &Tensor| x.to_dtype(DType::BF16)?.contiguous();
-        let (k, v) = (rows(k)?, rows(v)?);
+        let (q, k, v) = (rows(q)?, rows(k)?, rows(v)?);
         let q = match &self.entry {
-            Some(entry) => rows(&times(q, &entry.layers[layer].query, None)?)?,
-            None => rows(q)?,
+            Some(entry) => times(&q, &entry.layers[layer].query, None)?,
+            None => q,
         };
         let decodes = self.step.decodes();
         let o = if decodes {
