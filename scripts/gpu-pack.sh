@@ -13,7 +13,7 @@ tests=()
 for file in tests/gpu_*.rs; do
   tests+=(--test "$(basename "$file" .rs)")
 done
-cargo test --release --locked --features cuda --no-run --bins "${tests[@]}" --message-format json |
+cargo test --release --locked --features cuda --no-run "${tests[@]}" --message-format json |
   python3 -c '
 import json, sys
 for line in sys.stdin:

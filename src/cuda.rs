@@ -58,6 +58,8 @@ pub fn open(number: usize) -> Result<Device> {
     let device = Device::new_cuda_with_stream(number)?;
     if let Device::Cuda(device) = &device {
         keep_freed_memory(device).map_err(|e| refused(&flag, e))?;
+        // SAFETY: all work goes through the device's one stream; `upload`, which has its own, waits for it.
+        unsafe { device.cuda_stream().context().disable_event_tracking() };
     }
     Ok(device)
 }

@@ -392,7 +392,8 @@ fn compare(p: &Problem, kernel: &str, (values, exact, lse): &Results) -> Vec<Str
             let error_lse = (lse - log_sum).abs();
             let limit = if fast { 5e-3 } else { 1e-4 };
             let lse_limit = if fast {
-                3e-3 + 1e-4 * size
+                // Scores are fixed point of the largest |q| · |k|, which outlier channels make larger than any |score|.
+                3e-3 + 2e-4 * size
             } else {
                 1e-4 + 1e-6 * size
             };

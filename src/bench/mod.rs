@@ -4,9 +4,11 @@
 mod decode;
 mod demote;
 mod random;
+mod step;
 
 pub use decode::{DecodeShape, DecodeTimes, decode};
 pub use demote::{DemoteShape, DemoteTimes, demote};
+pub use step::{StepTimes, step};
 
 use candle_core::CudaDevice;
 use candle_core::cuda_backend::cudarc::driver::{
@@ -148,7 +150,7 @@ impl Stopwatch {
     }
 }
 
-fn percentile(sorted: &[f64], share: f64) -> f64 {
+pub(crate) fn percentile(sorted: &[f64], share: f64) -> f64 {
     sorted[((sorted.len() - 1) as f64 * share).round() as usize]
 }
 

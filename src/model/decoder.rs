@@ -62,7 +62,9 @@ impl DecoderLayer {
         if self.runs_in_blocks(hidden) {
             return self.finish_blocks(&hidden.contiguous()?, &o, batch.starts.is_some());
         }
-        self.finish(hidden, &o)
+        let hidden = self.finish(hidden, &o)?;
+        self.check_finite(&hidden)?;
+        Ok(hidden)
     }
 
     /// The first half of [`Self::forward`]: attention's output (tokens, heads, head_dim). Enough of a last layer whose
@@ -78,11 +80,11 @@ impl DecoderLayer {
     ) -> Result<Tensor> {
         let batch = batch.into();
         let positions = Positions::new(hidden, batch, &self.config)?;
-        let table = self.tables.upto(positions.longest);
         let (q, k, v) = if self.runs_in_blocks(hidden) {
+            let table = self.tables.upto(positions.longest);
             self.project_blocks(&hidden.contiguous()?, &positions, &table)?
         } else {
-            self.project(hidden, &positions, &table)?
+            self.project(hidden, &self.turns(&positions.of_token, hidden.device())?)?
         };
         attention.attend(self.index, &q, &k, &v, batch.lens)
     }
@@ -93,12 +95,41 @@ impl DecoderLayer {
             && self.output.weight().dtype() == DType::F32
     }
 
-    fn project(
+    /// How far tokens at these positions turn.
+    pub(crate) fn turns(&self, positions: &[usize], device: &Device) -> Result<Turns> {
+        let table = self
+            .tables
+            .upto(positions.iter().max().map_or(0, |p| p + 1));
+        let half = self.config.head_dim / 2;
+        let rows = |values: &[f32]| -> Result<Tensor> {
+            let rows = positions
+                .iter()
+                .flat_map(|&p| values[p * half..(p + 1) * half].iter().copied())
+                .collect();
+            Ok(Tensor::from_vec(rows, (positions.len(), half), device)?)
+        };
+        Ok(Turns {
+            cos: rows(&table.cos)?,
+            sin: rows(&table.sin)?,
+        })
+    }
+
+    /// [`Self::forward`] of single tokens, by candle's operations and without looking at the outcome: nothing waits for
+    /// the device, so that the layer can be part of a graph.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn queue(
         &self,
         hidden: &Tensor,
-        positions: &Positions,
-        table: &Table,
-    ) -> Result<(Tensor, Tensor, Tensor)> {
+        turns: &Turns,
+        attention: &mut dyn Attention,
+    ) -> Result<Tensor> {
+        let (q, k, v) = self.project(hidden, turns)?;
+        let lens = vec![1; hidden.dim(0)?];
+        let o = attention.attend(self.index, &q, &k, &v, &lens)?;
+        self.finish(hidden, &o)
+    }
+
+    fn project(&self, hidden: &Tensor, turns: &Turns) -> Result<(Tensor, Tensor, Tensor)> {
         let Config {
             num_attention_heads: heads,
             num_key_value_heads: kv_heads,
@@ -106,16 +137,6 @@ impl DecoderLayer {
             ..
         } = *self.config;
         let tokens = hidden.dim(0)?;
-        let half = head_dim / 2;
-        let rows = |values: &[f32]| -> Result<Tensor> {
-            let rows = positions
-                .of_token
-                .iter()
-                .flat_map(|&p| values[p * half..(p + 1) * half].iter().copied())
-                .collect();
-            Ok(Tensor::from_vec(rows, (tokens, half), hidden.device())?)
-        };
-        let (cos, sin) = (rows(&table.cos)?, rows(&table.sin)?);
         let qkv = self.qkv.forward(&self.input_norm.forward(hidden)?)?;
         let part = |first: usize, heads: usize| -> Result<Tensor> {
             let part = qkv.narrow(1, first * head_dim, heads * head_dim)?;
@@ -128,7 +149,7 @@ impl DecoderLayer {
             };
             let dtype = x.dtype();
             let x = x.to_dtype(DType::F32)?.transpose(0, 1)?.unsqueeze(0)?;
-            let turned = candle_nn::rotary_emb::rope(&x.contiguous()?, &cos, &sin)?;
+            let turned = candle_nn::rotary_emb::rope(&x.contiguous()?, &turns.cos, &turns.sin)?;
             Ok(turned
                 .squeeze(0)?
                 .transpose(0, 1)?
@@ -148,13 +169,16 @@ impl DecoderLayer {
         let width = self.config.intermediate_size;
         let gate = ops::silu(&gate_up.narrow(1, 0, width)?.contiguous()?)?;
         let act = (gate * gate_up.narrow(1, width, width)?)?;
-        let hidden = (self.down.forward(&act)? + hidden)?;
+        Ok((self.down.forward(&act)? + hidden)?)
+    }
+
+    pub(crate) fn check_finite(&self, hidden: &Tensor) -> Result<()> {
         // A NaN or an infinity anywhere makes the sum of 0·x a NaN.
         let probe = (hidden.to_dtype(DType::F32)? * 0.0)?.sum(1)?.sum_all()?;
         if probe.to_scalar::<f32>()?.is_nan() {
             return Err(self.not_finite());
         }
-        Ok(hidden)
+        Ok(())
     }
 
     fn project_blocks(
@@ -315,6 +339,12 @@ impl<'a, const N: usize> From<&'a [usize; N]> for Batch<'a> {
     fn from(lens: &'a [usize; N]) -> Self {
         Self::from(lens.as_slice())
     }
+}
+
+/// Cosines and sines of tokens' positions, (tokens, head_dim/2) f32.
+pub(crate) struct Turns {
+    pub cos: Tensor,
+    pub sin: Tensor,
 }
 
 /// Where every token stands in its prompt.
@@ -497,7 +527,8 @@ mod tests {
             let hidden = Tensor::randn(0f32, 1.0, (tokens, 48), &Device::Cpu)?;
             let positions = Positions::new(&hidden, (&prompts).into(), &layer.config)?;
             let table = layer.tables.upto(positions.longest);
-            let plain = layer.project(&hidden, &positions, &table)?;
+            let turns = layer.turns(&positions.of_token, &Device::Cpu)?;
+            let plain = layer.project(&hidden, &turns)?;
             let fast = layer.project_blocks(&hidden, &positions, &table)?;
             for (a, b) in [
                 (&plain.0, &fast.0),
@@ -520,10 +551,10 @@ mod tests {
         let hidden = Tensor::zeros((300, 48), DType::F32, &Device::Cpu)?;
         let o = Tensor::full(f32::MAX, (300, 4, 16), &Device::Cpu)?;
         for result in [
-            layer.finish(&hidden, &o),
-            layer.finish_blocks(&hidden, &o, false),
+            layer.check_finite(&layer.finish(&hidden, &o)?),
+            layer.finish_blocks(&hidden, &o, false).map(|_| ()),
         ] {
-            let message = result.map(|_| ()).unwrap_err().to_string();
+            let message = result.unwrap_err().to_string();
             assert!(message.starts_with("layer 0: "), "{message}");
         }
         Ok(())

@@ -17,6 +17,8 @@ mod weights;
 
 pub use attention::{Attention, FullAttention};
 pub use config::Config;
+#[cfg(feature = "cuda")]
+pub(crate) use decoder::Turns;
 pub use decoder::{Batch, DecoderLayer, LmHead};
 pub use gguf::Layout as GgufLayout;
 pub use open::{Model, OpenOptions, Sizes, TokenizerSource};

@@ -5,10 +5,16 @@
 //! sequence.
 
 mod generate;
+#[cfg(feature = "cuda")]
+mod graph;
 
 use candle_core::Tensor;
+#[cfg(feature = "cuda")]
+use candle_core::{CudaDevice, Device};
 
 pub use generate::{GenerateOptions, Generated, Sampling, Stop, generate};
+#[cfg(feature = "cuda")]
+use graph::StepGraph;
 
 use crate::kv::attention::Dims;
 use crate::kv::pool::{Pool, SequenceId};
@@ -62,6 +68,17 @@ impl<'m> Resident<'m> {
 pub struct Engine<'r, 'm> {
     resident: &'r Resident<'m>,
     pub pool: Pool,
+    #[cfg(feature = "cuda")]
+    graphs: Graphs,
+}
+
+/// The decode step that was captured last, on a GPU.
+#[cfg(feature = "cuda")]
+enum Graphs {
+    None,
+    One(graph::StepGraph),
+    /// Every launch by itself: asked for, or the driver refused to capture, and why.
+    Off(Option<Error>),
 }
 
 /// The seam: queries, keys and values of a layer go to the pool's step that is under way.
@@ -82,7 +99,16 @@ impl Attention for Pooled<'_> {
 
 impl<'r, 'm> Engine<'r, 'm> {
     pub fn new(resident: &'r Resident<'m>, pool: Pool) -> Self {
-        Self { resident, pool }
+        Self {
+            resident,
+            pool,
+            #[cfg(feature = "cuda")]
+            graphs: Graphs::None,
+        }
+    }
+
+    pub fn resident(&self) -> &'r Resident<'m> {
+        self.resident
     }
 
     /// Appends `tokens` to each sequence: one step for all of them. Returns the last layer's output (tokens, hidden)
@@ -102,21 +128,89 @@ impl<'r, 'm> Engine<'r, 'm> {
             .flat_map(|(_, tokens)| *tokens)
             .copied()
             .collect();
-        let mut hidden = self.resident.model.embed(&tokens)?;
+        let hidden = self.resident.model.embed(&tokens)?;
         let appends: Vec<_> = batch
             .iter()
             .map(|(id, tokens)| (*id, tokens.len()))
             .collect();
         self.pool.begin(&appends)?;
+        let hidden = self.run(hidden, &lens, &starts)?;
+        self.pool.finish()?;
+        Ok(hidden)
+    }
+
+    /// The layers, over the pool's step that is under way.
+    fn run(&mut self, hidden: Tensor, lens: &[usize], starts: &[usize]) -> Result<Tensor> {
+        #[cfg(feature = "cuda")]
+        if let (Device::Cuda(device), Some(key)) = (hidden.device().clone(), self.pool.replay_key())
+        {
+            return self.replay(&device, key, hidden, starts);
+        }
         let place = Batch {
-            lens: &lens,
-            starts: Some(&starts),
+            lens,
+            starts: Some(starts),
         };
+        let mut hidden = hidden;
         for layer in &self.resident.layers {
             hidden = layer.forward(&hidden, place, &mut Pooled(&mut self.pool))?;
         }
-        self.pool.finish()?;
         Ok(hidden)
+    }
+
+    /// A decode step by one launch, where the like of it was captured before.
+    #[cfg(feature = "cuda")]
+    fn replay(
+        &mut self,
+        device: &CudaDevice,
+        key: u64,
+        hidden: Tensor,
+        starts: &[usize],
+    ) -> Result<Tensor> {
+        let layers = &self.resident.layers;
+        let Some(last) = layers.last() else {
+            return Ok(hidden);
+        };
+        let turns = last.turns(starts, hidden.device())?;
+        let hidden = match &self.graphs {
+            Graphs::One(graph) if graph.fits(key) => graph.replay(&hidden, &turns)?,
+            Graphs::Off(_) => {
+                let mut hidden = hidden;
+                for layer in layers {
+                    hidden = layer.queue(&hidden, &turns, &mut Pooled(&mut self.pool))?;
+                }
+                hidden
+            }
+            _ => {
+                let (hidden, graph) =
+                    StepGraph::capture(device, layers, &mut self.pool, key, hidden, turns)?;
+                self.graphs = match graph {
+                    Ok(graph) => Graphs::One(graph),
+                    Err(e) => Graphs::Off(Some(e)),
+                };
+                hidden
+            }
+        };
+        last.check_finite(&hidden)?;
+        Ok(hidden)
+    }
+
+    /// Launches every kernel of decode steps by itself, to compare.
+    #[cfg(feature = "cuda")]
+    #[must_use]
+    pub fn without_graphs(self) -> Self {
+        Self {
+            graphs: Graphs::Off(None),
+            ..self
+        }
+    }
+
+    /// Why decode steps are launched kernel by kernel, where the driver refused to capture them.
+    #[cfg(feature = "cuda")]
+    pub fn graph_refusal(&self) -> Option<&Error> {
+        match &self.graphs {
+            Graphs::Off(reason) => reason.as_ref(),
+            _ => None,
+        }
     }
 
     /// Logits (n, vocab) in f32 of rows of [`Self::step`]'s output.

@@ -3,6 +3,7 @@
 mod collect;
 mod decode;
 mod demote;
+mod step;
 mod synthesize;
 
 use anyhow::Result;
@@ -28,6 +29,7 @@ pub struct Args {
 enum Command {
     Decode(decode::Args),
     Demote(demote::Args),
+    Step(step::Args),
     Collect(collect::Args),
     Synthesize(synthesize::Args),
 }
@@ -36,6 +38,7 @@ pub fn run(args: &Args) -> Result<Outcome> {
     match &args.command {
         Command::Decode(args) => decode::run(args),
         Command::Demote(args) => demote::run(args),
+        Command::Step(args) => step::run(args),
         Command::Collect(args) => collect::run(args),
         Command::Synthesize(args) => synthesize::run(args),
     }

@@ -6,6 +6,7 @@ pub mod demote;
 mod demote_hopper;
 mod params;
 pub mod prefill;
+pub mod transform;
 
 use std::sync::Arc;
 

@@ -1,20 +1,24 @@
 //! Pages in GPU memory. A step uploads its tables once, for all layers; a layer launches kernels and waits for nothing.
 #![allow(unsafe_code)]
 
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
-use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream, CudaView};
+use candle_core::cuda_backend::{CudaDType, WrapErr};
 use candle_core::{CudaDevice, CudaStorage, DType, Device, Shape as TensorShape, Storage, Tensor};
 use half::bf16;
 use nalgebra::DMatrix;
 
-use super::{Moves, PageCounts, PageId, PageKind, PoolShape, StepSequence, Store, Transforms};
+use super::{
+    GpuPages, Moves, PageCounts, PageId, PageKind, PoolShape, StepSequence, Store, Transforms,
+};
 use crate::kv::attention::Dims;
 use crate::kv::cuda::append::Append;
 use crate::kv::cuda::decode::{Decode, LayerPages, Output, Shape, arrangement};
 use crate::kv::cuda::demote::Demote;
 use crate::kv::cuda::prefill::{Cached, Prefill};
+use crate::kv::cuda::transform::HeadTransform;
 use crate::kv::cuda::{EntryParams, PoolShape as KernelShape, Rows, SideParams, Tables};
 use crate::kv::page::{Arrangement, PAGE_TOKENS, PageLayout, Side};
 use crate::rotation::Transform;
@@ -37,13 +41,14 @@ pub struct CudaStore {
     demote: Demote,
     prefill: Prefill,
     decode: Decode,
+    transform: HeadTransform,
     step: Step,
 }
 
 /// An entry's tensors where they are used.
 struct OnDevice {
     params: EntryParams,
-    /// By layer: (KV heads, d, d) and the mean of values (KV heads, 1, d), bf16.
+    /// By layer: (KV heads, d, d) and the mean of values (KV heads, 1, d), f32.
     layers: Vec<Duals>,
 }
 
@@ -175,6 +180,7 @@ impl CudaStore {
                     max_batch: MAX_BATCH,
                 },
             )?,
+            transform: HeadTransform::new(device, shape.dims.kv_heads, shape.dims.head_dim)?,
             bf16: stream
                 .alloc_zeros(bf16_bytes)
                 .map_err(|_| out_of_memory())?,
@@ -216,6 +222,27 @@ impl CudaStore {
             .demote_pages(&entry.params, &moves.slice(..), &self.bf16, &mut self.int2)
     }
 
+    /// Rows (tokens, heads, d) times their KV head's matrix, plus its row, in f32; bf16 in and out.
+    fn times(&self, x: &Tensor, matrix: &Tensor, row: Option<&Tensor>) -> Result<Tensor> {
+        let (tokens, heads, d) = x.dims3()?;
+        if tokens > MAX_BATCH {
+            return Ok(times(x, matrix, row)?.to_dtype(DType::BF16)?.contiguous()?);
+        }
+        // SAFETY: the kernel writes every row.
+        let mut out = unsafe { self.device.alloc::<bf16>(tokens * heads * d) }?;
+        let mut run = |x: &CudaView<bf16>, matrix: &CudaView<f32>, row: Option<&CudaView<f32>>| {
+            self.transform
+                .run(x, heads, matrix, row, &mut out.slice_mut(..))
+        };
+        on_gpu(x, |x| {
+            on_gpu(matrix, |matrix| match row {
+                Some(row) => on_gpu(row, |row| run(x, matrix, Some(row))),
+                None => run(x, matrix, None),
+            })
+        })?;
+        Ok(tensor(out, (tokens, heads, d), &self.device))
+    }
+
     /// One token a sequence: q' (tokens, heads, d) over everything that is cached, its own token included.
     fn decode_step(&mut self, layer: usize, q: &Tensor) -> Result<Tensor> {
         let (tokens, heads, d) = q.dims3()?;
@@ -225,7 +252,7 @@ impl CudaStore {
         let mut values = unsafe { self.device.alloc::<bf16>(tokens * heads * d) }?;
         // SAFETY: as above.
         let mut lse = unsafe { self.device.alloc::<f32>(tokens * heads) }?;
-        with_bf16(q, |q| {
+        on_gpu(q, |q| {
             let mut output = Output {
                 values: values.slice_mut(..),
                 lse: lse.slice_mut(..),
@@ -245,8 +272,8 @@ impl CudaStore {
         let mut k_rows = unsafe { self.device.alloc::<bf16>(tokens * row) }?;
         // SAFETY: as above.
         let mut v_rows = unsafe { self.device.alloc::<bf16>(tokens * row) }?;
-        with_bf16(k, |k| {
-            with_bf16(v, |v| {
+        on_gpu(k, |k| {
+            on_gpu(v, |v| {
                 self.append.encode(
                     params,
                     layer,
@@ -268,7 +295,7 @@ impl CudaStore {
         let step = &self.step;
         let tables = step.tables(&step.window_tokens_before);
         let pages = layer_pages(&self.int2, &self.bf16, self.layers, layer);
-        with_bf16(q, |q| {
+        on_gpu(q, |q| {
             let mut first = 0;
             for (sequence, &new) in step.new_tokens.iter().enumerate() {
                 let cached = step.cached[sequence].then_some(Cached {
@@ -385,8 +412,7 @@ impl OnDevice {
                         };
                         all.extend(rows.iter().map(|&x| x as f32));
                     }
-                    let dual = Tensor::from_vec(all, (dims.kv_heads, d, d), &on)?;
-                    Ok(dual.to_dtype(DType::BF16)?)
+                    Ok(Tensor::from_vec(all, (dims.kv_heads, d, d), &on)?)
                 };
                 let means: Vec<f32> = heads
                     .iter()
@@ -394,9 +420,7 @@ impl OnDevice {
                     .collect();
                 let centered = heads.iter().any(|head| head[1].mean().is_some());
                 let mean = centered
-                    .then(|| {
-                        Tensor::from_vec(means, (dims.kv_heads, 1, d), &on)?.to_dtype(DType::BF16)
-                    })
+                    .then(|| Tensor::from_vec(means, (dims.kv_heads, 1, d), &on))
                     .transpose()?;
                 Ok(Duals {
                     query: dual(0)?,
@@ -417,38 +441,32 @@ fn inverse(encode: &[f32], d: usize) -> Result<DMatrix<f64>> {
         .ok_or_else(|| Error::numeric("entry", "a transform rounded to bf16 has no inverse"))
 }
 
-/// bf16 rows (tokens, heads, d) of every KV head's group times its matrix (KV heads, d, d), plus its row.
+/// Rows (tokens, heads, d) of every KV head's group times its matrix (KV heads, d, d), plus its row, in f32.
 fn times(x: &Tensor, matrix: &Tensor, row: Option<&Tensor>) -> Result<Tensor> {
     let (tokens, heads, d) = x.dims3()?;
     let kv_heads = matrix.dim(0)?;
     let group = heads / kv_heads;
-    // A single token's heads stand as they are multiplied.
-    let rows = if tokens == 1 {
-        x.reshape((kv_heads, group, d))?
-    } else {
-        x.reshape((tokens, kv_heads, group, d))?
-            .transpose(0, 1)?
-            .reshape((kv_heads, tokens * group, d))?
-    };
+    let rows = x
+        .to_dtype(DType::F32)?
+        .reshape((tokens, kv_heads, group, d))?
+        .permute((1, 0, 2, 3))?
+        .reshape((kv_heads, tokens * group, d))?;
     let mut rows = rows.matmul(matrix)?;
     if let Some(row) = row {
         rows = rows.broadcast_add(row)?;
     }
-    if tokens == 1 {
-        return Ok(rows.reshape((1, heads, d))?);
-    }
     Ok(rows
         .reshape((kv_heads, tokens, group, d))?
-        .transpose(0, 1)?
+        .permute((1, 0, 2, 3))?
         .reshape((tokens, heads, d))?)
 }
 
-/// Reads a contiguous bf16 tensor where it lies.
-fn with_bf16<R>(x: &Tensor, read: impl FnOnce(&CudaView<bf16>) -> Result<R>) -> Result<R> {
+/// Reads a contiguous tensor where it lies.
+fn on_gpu<T: CudaDType, R>(x: &Tensor, read: impl FnOnce(&CudaView<T>) -> Result<R>) -> Result<R> {
     let (storage, layout) = x.storage_and_layout();
     match (&*storage, layout.contiguous_offsets()) {
         (Storage::Cuda(cuda), Some((start, end))) => {
-            read(&cuda.as_cuda_slice::<bf16>()?.slice(start..end))
+            read(&cuda.as_cuda_slice::<T>()?.slice(start..end))
         }
         _ => Err(candle_core::Error::Msg("expected a contiguous tensor on the GPU".into()).into()),
     }
@@ -468,7 +486,9 @@ impl Store for CudaStore {
         }
         let most =
             |pages: fn(&StepSequence) -> usize| step.iter().map(pages).max().unwrap_or(0).max(1);
+        // They grow seldom: steps whose tables are equally wide can be replayed.
         let columns = (most(|s| s.history.len()), most(|s| s.windows.len()));
+        let columns = (columns.0.next_power_of_two(), columns.1.next_power_of_two());
         let padded = |pages: &[PageId], columns: usize| {
             let missing = columns - pages.len();
             let pages = pages.iter().map(|&page| page as i32);
@@ -522,12 +542,12 @@ impl Store for CudaStore {
     fn attend(&mut self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
         let dtype = q.dtype();
         let rows = |x: &Tensor| x.to_dtype(DType::BF16)?.contiguous();
-        let (q, k, v) = (rows(q)?, rows(k)?, rows(v)?);
-        let q = match &self.entry {
-            Some(entry) => times(&q, &entry.layers[layer].query, None)?,
-            None => q,
-        };
+        let (k, v) = (rows(k)?, rows(v)?);
         let decodes = self.step.decodes();
+        let q = match &self.entry {
+            Some(entry) => self.times(&rows(q)?, &entry.layers[layer].query, None)?,
+            None => rows(q)?,
+        };
         let o = if decodes {
             None
         } else {
@@ -535,8 +555,8 @@ impl Store for CudaStore {
         };
         let row = self.dims.kv_heads * self.dims.head_dim;
         let params = self.entry.as_ref().map(|entry| &entry.params);
-        with_bf16(&k, |k| {
-            with_bf16(&v, |v| {
+        on_gpu(&k, |k| {
+            on_gpu(&v, |v| {
                 self.append.append(
                     params,
                     layer,
@@ -560,11 +580,38 @@ impl Store for CudaStore {
         let o = match &self.entry {
             Some(entry) => {
                 let duals = &entry.layers[layer];
-                times(&o, &duals.decode, duals.mean.as_ref())?
+                self.times(&o, &duals.decode, duals.mean.as_ref())?
             }
             None => o,
         };
         Ok(o.to_dtype(dtype)?)
+    }
+
+    fn replay_key(&self) -> Option<u64> {
+        let step = &self.step;
+        if !step.decodes() {
+            return None;
+        }
+        let tables = [
+            &step.history,
+            &step.windows,
+            &step.window_tokens,
+            &step.places,
+        ];
+        let mut hasher = DefaultHasher::new();
+        for table in tables {
+            // Memory that grew lies elsewhere.
+            (table.len, table.memory.len()).hash(&mut hasher);
+        }
+        Some(hasher.finish())
+    }
+
+    fn gpu_pages(&mut self) -> Option<GpuPages<'_>> {
+        Some(GpuPages {
+            layout: self.layout,
+            bf16: &mut self.bf16,
+            int2: &mut self.int2,
+        })
     }
 
     fn finish(&mut self, moves: &Moves) -> Result<()> {

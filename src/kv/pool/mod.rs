@@ -140,6 +140,14 @@ impl PoolShape {
     }
 }
 
+/// See [`Store::gpu_pages`].
+#[cfg(feature = "cuda")]
+pub struct GpuPages<'a> {
+    pub layout: PageLayout,
+    pub bf16: &'a mut candle_core::cuda_backend::cudarc::driver::CudaSlice<u8>,
+    pub int2: &'a mut candle_core::cuda_backend::cudarc::driver::CudaSlice<u8>,
+}
+
 /// Where the pages lie. Its methods are called in the order of a step: `begin`, `attend` of every layer, `finish`.
 pub trait Store: Send {
     /// Carries out `moves` in all layers, and takes note of who attends to what.
@@ -148,6 +156,18 @@ pub trait Store: Send {
     /// Appends the step's keys and values to the windows and attends to all that each token sees. `q` (tokens, heads,
     /// head_dim), `k` and `v` (tokens, kv_heads, head_dim), the step's sequences one after the other; returns o, as q.
     fn attend(&mut self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor>;
+
+    /// Where `attend` only queues work for a GPU: equal for steps that queue the same, so that what one of them queued
+    /// can be replayed in the others.
+    fn replay_key(&self) -> Option<u64> {
+        None
+    }
+
+    /// BF16 and INT2 pages where they lie on a GPU, for measurements that fill them.
+    #[cfg(feature = "cuda")]
+    fn gpu_pages(&mut self) -> Option<GpuPages<'_>> {
+        None
+    }
 
     /// Carries out `moves` in all layers.
     fn finish(&mut self, moves: &Moves) -> Result<()>;
@@ -322,6 +342,18 @@ impl Pool {
             ));
         }
         self.store.attend(layer, q, k, v)
+    }
+
+    /// [`Store::gpu_pages`].
+    #[cfg(feature = "cuda")]
+    pub(crate) fn gpu_pages(&mut self) -> Option<GpuPages<'_>> {
+        self.store.gpu_pages()
+    }
+
+    /// [`Store::replay_key`] of the step that is under way.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn replay_key(&self) -> Option<u64> {
+        self.store.replay_key()
     }
 
     /// Ends the step: its tokens belong to their sequences, and what they pushed out of `recent` becomes history.

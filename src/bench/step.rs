@@ -1,0 +1,80 @@
+//! A whole decode step: all layers of a model over a long cache, and the next token's logits.
+
+use std::time::Instant;
+
+use candle_core::Tensor;
+use serde::Serialize;
+
+use super::percentile;
+use super::random::Random;
+use crate::Result;
+use crate::serve::Engine;
+
+/// Tokens that enter the cache at once while it is filled.
+const CHUNK: usize = 4096;
+const WARM_UP: usize = 4;
+
+/// What [`step`] measured.
+#[derive(Clone, Debug, Serialize)]
+pub struct StepTimes {
+    /// Tokens before the first step.
+    pub context: usize,
+    /// From token to token: embedding, layers, head, and the likeliest token back on the host.
+    pub ms_median: f64,
+    pub ms_p10: f64,
+    pub ms_p90: f64,
+    pub steps: usize,
+    /// That the sequence holds, sink, history and recent.
+    pub cache_bytes: usize,
+    /// Whether the layers were one CUDA graph.
+    pub graph: bool,
+    /// Why not, where they should have been.
+    pub graph_refusal: Option<String>,
+}
+
+/// Pages that a sequence of `context` tokens and the measured steps need must be in the engine's pool.
+///
+/// # Errors
+/// Out of pages; a pool that is not on a GPU; those of the steps.
+pub fn step(mut engine: Engine, context: usize, steps: usize, graph: bool) -> Result<StepTimes> {
+    let sequence = engine.pool.create();
+    // Nobody reads what the text would have been: the pages are taken, and filled with random numbers.
+    for start in (0..context).step_by(CHUNK) {
+        engine
+            .pool
+            .begin(&[(sequence, CHUNK.min(context - start))])?;
+        engine.pool.finish()?;
+    }
+    let device = engine.resident().model().device().as_cuda_device()?.clone();
+    let random = Random::new(&device)?;
+    if let Some(pages) = engine.pool.gpu_pages() {
+        random.codes(pages.int2, pages.layout)?;
+        random.numbers(&mut pages.bf16.slice_mut(..), 1.0)?;
+    }
+    if !graph {
+        engine = engine.without_graphs();
+    }
+    let mut token = 1;
+    let mut times = Vec::new();
+    for step in 0..WARM_UP + steps.max(1) {
+        let start = Instant::now();
+        let hidden = engine.step(&[(sequence, &[token])])?;
+        let logits: Tensor = engine.logits(&hidden)?;
+        token = logits.argmax(1)?.to_vec1::<u32>()?[0];
+        if step >= WARM_UP {
+            times.push(start.elapsed().as_secs_f64() * 1e3);
+        }
+    }
+    times.sort_by(f64::total_cmp);
+    let refusal = engine.graph_refusal().map(ToString::to_string);
+    Ok(StepTimes {
+        context,
+        ms_median: percentile(&times, 0.5),
+        ms_p10: percentile(&times, 0.1),
+        ms_p90: percentile(&times, 0.9),
+        steps: times.len(),
+        cache_bytes: engine.pool.sequence_bytes(sequence)?,
+        graph: graph && refusal.is_none(),
+        graph_refusal: refusal,
+    })
+}
