@@ -33,7 +33,7 @@ pub struct Checkpoint {
     pub(crate) blocks: Vec<Vec<f32>>,
 }
 
-/// Indices of [`Checkpoint::blocks`].
+/// Indices of the checkpoint's blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CheckpointLayer {
     pub head_dim: usize,
