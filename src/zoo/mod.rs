@@ -2,6 +2,8 @@
 
 mod entry;
 pub mod formats;
+#[cfg(feature = "hub")]
+pub mod hub;
 mod schema;
 mod verify;
 
