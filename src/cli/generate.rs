@@ -228,6 +228,9 @@ pub fn run(args: &Args) -> Result<Outcome> {
         let page_bytes = pool.shape().page_bytes()?.bf16;
         let mut engine = Engine::new(&resident, pool);
         let (generated, text) = text(args, kv, &mut engine, &tokenizer, &prompt, &options)?;
+        if let Some(warning) = engine.graph_warning() {
+            eprintln!("warning: {warning}");
+        }
         let run = Run {
             kv,
             text,

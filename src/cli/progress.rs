@@ -51,6 +51,9 @@ impl Meter {
 
     /// Receives the steps of [`crate::eval::validate`].
     pub fn step(&mut self, step: Step) {
+        if let Some(warning) = step.warning {
+            self.bar.suspend(|| eprintln!("warning: {warning}"));
+        }
         if self.bar.length() != Some(step.total) {
             self.restart(step.total);
         }

@@ -14,8 +14,16 @@ use crate::{Error, Result};
 /// Windows that go on together, so that weights are read once for all of them.
 const MAX_BATCH: usize = 64;
 
+/// What a run over the cache tells.
+pub(super) enum Told {
+    /// So many more tokens went through all layers.
+    Tokens(usize),
+    /// Something runs more slowly than it might.
+    Warning(String),
+}
+
 /// The last layer's output (tokens, hidden) of every sequence of `corpus`, with the model's keys and values in a pool.
-/// `progress` receives tokens times layers. Rows of a window's last token, whose successor nobody knows, are zero.
+/// Rows of a window's last token, whose successor nobody knows, are zero.
 ///
 /// # Errors
 /// An entry that does not fit, windows that are not whole pages, too little memory; an interruption.
@@ -24,7 +32,7 @@ pub(super) fn serve(
     corpus: &Corpus,
     transforms: &Arc<Transforms>,
     windows: Windows,
-    progress: &mut dyn FnMut(usize) -> Result<()>,
+    progress: &mut dyn FnMut(Told) -> Result<()>,
 ) -> Result<Vec<Tensor>> {
     let shape = PoolShape {
         layers: model.config().num_hidden_layers,
@@ -49,10 +57,16 @@ pub(super) fn serve(
     let resident = Resident::load(model)?;
     let capacity = shape.pages_for(prompts.len().min(MAX_BATCH), longest, exact)?;
     let pool = Pool::on(model.device(), shape, capacity)?;
+    if let Some(warning) = pool.warning() {
+        progress(Told::Warning(warning.to_owned()))?;
+    }
     let mut engine = Engine::new(&resident, pool);
     let mut outputs = Vec::new();
     for prompts in prompts.chunks(MAX_BATCH) {
         outputs.extend(serve_together(&mut engine, prompts, exact, progress)?);
+    }
+    if let Some(warning) = engine.graph_warning() {
+        progress(Told::Warning(warning))?;
     }
     let mut outputs = outputs.into_iter();
     corpus
@@ -70,7 +84,7 @@ fn serve_together(
     engine: &mut Engine,
     prompts: &[&[u32]],
     exact: usize,
-    progress: &mut dyn FnMut(usize) -> Result<()>,
+    progress: &mut dyn FnMut(Told) -> Result<()>,
 ) -> Result<Vec<Tensor>> {
     let ids: Vec<_> = prompts.iter().map(|_| engine.pool.create()).collect();
     let mut outputs = vec![Vec::new(); prompts.len()];
@@ -94,7 +108,7 @@ fn serve_together(
             outputs[i].push(hidden.narrow(0, first, tokens.len())?);
             first += tokens.len();
         }
-        progress(first)?;
+        progress(Told::Tokens(first))?;
         at = next;
     }
     for id in ids {

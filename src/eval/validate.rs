@@ -2,7 +2,7 @@ use candle_core::Tensor;
 
 use super::methods::EvalMethod;
 use super::metrics::{Reference, Totals};
-use super::real;
+use super::real::{self, Told};
 use super::report::{
     LayerError, LayerMethodError, MethodScore, Provenance, ReferenceScore, Report,
 };
@@ -52,6 +52,8 @@ pub struct Step<'a> {
     pub total: u64,
     /// Such as `layer 3 of 30`.
     pub what: &'a str,
+    /// What runs otherwise than it might, once.
+    pub warning: Option<&'a str>,
 }
 
 /// Runs `corpus` (each prompt one window) through `model`, once at full precision and once a method, and measures how
@@ -127,8 +129,14 @@ pub fn validate(
     })?;
     for (method, hidden) in methods.iter().zip(&mut hidden[1..]) {
         if let Some(transforms) = &method.real {
-            let mut count = |tokens| progress.add(tokens * layers, "real cache");
-            *hidden = real::serve(model, corpus, transforms, windows, &mut count)
+            let mut tell = |told: Told| match told {
+                Told::Tokens(tokens) => progress.add(tokens * layers, "real cache"),
+                Told::Warning(warning) => {
+                    progress.tell("real cache", Some(&warning));
+                    Ok(())
+                }
+            };
+            *hidden = real::serve(model, corpus, transforms, windows, &mut tell)
                 .map_err(|e| of_method(e, &method.name))?;
         }
     }
@@ -192,12 +200,17 @@ struct Meter<'a> {
 impl Meter<'_> {
     fn add(&mut self, tokens: usize, what: &str) -> Result<()> {
         self.done += tokens as u64;
+        self.tell(what, None);
+        interrupt::check()
+    }
+
+    fn tell(&mut self, what: &str, warning: Option<&str>) {
         (self.report)(Step {
             done: self.done,
             total: self.total,
             what,
+            warning,
         });
-        interrupt::check()
     }
 }
 

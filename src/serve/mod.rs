@@ -213,6 +213,17 @@ impl<'r, 'm> Engine<'r, 'm> {
         }
     }
 
+    /// [`Self::graph_refusal`] for people; nothing on the CPU.
+    #[allow(clippy::unused_self)]
+    pub fn graph_warning(&self) -> Option<String> {
+        #[cfg(feature = "cuda")]
+        return self
+            .graph_refusal()
+            .map(|reason| format!("decode steps were launched kernel by kernel: {reason}"));
+        #[cfg(not(feature = "cuda"))]
+        None
+    }
+
     /// Logits (n, vocab) in f32 of rows of [`Self::step`]'s output.
     ///
     /// # Errors
