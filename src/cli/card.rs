@@ -12,7 +12,7 @@ use crate::{files, zoo};
 /// Write the model card of an entry, or the index of a zoo and the cards of all its entries.
 ///
 /// A card is README.md in the entry's folder, generated from its tensors and what `oscar validate` measured: front
-/// matter that hubs read, provenance, use, the measured table, limits. `calibrate`, `fit` and `validate` write it, too.
+/// matter that hubs read, provenance, use, the measured table, limits. `calibrate`, `fit`, `import` and `validate` write it, too.
 #[derive(clap::Args, Debug)]
 pub struct Args {
     /// Folders of entries or zoos

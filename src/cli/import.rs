@@ -7,6 +7,7 @@ use anyhow::Result;
 use super::Outcome;
 use super::common::{Format, check_id, print, print_json};
 use crate::model::{Model, OpenOptions};
+use crate::report::card;
 use crate::zoo::formats::{ImportOptions, import};
 
 /// Make a zoo entry of rotations that another tool fitted.
@@ -131,7 +132,10 @@ pub fn run(args: &Args) -> Result<Outcome> {
     for warning in &imported.warnings {
         eprintln!("warning: {warning}");
     }
+    // As in a new fit: the same model is under the same license.
+    let license = card::stated_license(&args.out).filter(|_| !args.force);
     imported.entry.write(&args.out, args.force)?;
+    card::write(&args.out, license.as_deref())?;
     let metadata = &imported.entry.metadata;
     match args.format {
         Format::Text => print(&format!(
