@@ -70,6 +70,24 @@ impl Error {
         self
     }
 
+    /// At `place` stands a `name` that is none of `known`; `what` is what they are called. The hint is the nearest of
+    /// them, or all.
+    pub fn unknown(
+        place: impl fmt::Display,
+        what: impl fmt::Display,
+        name: &str,
+        known: &[&str],
+    ) -> Self {
+        let error = Self::invalid(
+            place,
+            format!("no {what} is called `{}`", name.escape_debug()),
+        );
+        match nearest(name, known) {
+            Some(known) => error.hint(format!("did you mean `{known}`?")),
+            None => error.hint(format!("known are {}", known.join(", "))),
+        }
+    }
+
     /// A computation at `place` (layer, head, side) met a number it cannot go on with.
     pub fn numeric(place: impl fmt::Display, problem: impl fmt::Display) -> Self {
         Self::Numeric {
@@ -90,4 +108,14 @@ impl Error {
             source,
         }
     }
+}
+
+/// The name that `name` was meant to be, where one is near.
+fn nearest<'a>(name: &str, known: &[&'a str]) -> Option<&'a str> {
+    known
+        .iter()
+        .map(|known| (strsim::levenshtein(name, known), *known))
+        .min()
+        .filter(|(distance, known)| *distance <= (known.len() / 3).max(1))
+        .map(|(_, known)| known)
 }

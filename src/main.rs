@@ -2,16 +2,18 @@
 
 use std::process::ExitCode;
 
-use clap::Parser;
-use oscar_kv::cli::{self, Cli};
+use oscar_kv::cli;
 
 fn main() -> ExitCode {
-    match cli::run(&Cli::parse()) {
+    match cli::run(std::env::args_os()) {
         Ok(outcome) => outcome.into(),
         Err(error) if cli::is_closed_pipe(&error) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {}", cli::message(&error));
-            ExitCode::from(2)
-        }
+        Err(error) => match error.downcast::<clap::Error>() {
+            Ok(usage) => usage.exit(),
+            Err(error) => {
+                eprintln!("error: {}", cli::message(&error));
+                ExitCode::from(2)
+            }
+        },
     }
 }

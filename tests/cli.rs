@@ -70,7 +70,7 @@ fn without_arguments_help_is_printed() {
     let output = oscar(&[]);
     assert_eq!(output.status.code(), Some(2));
     let help = text(&output.stderr);
-    assert!(help.contains("Usage: oscar <COMMAND>"), "{help}");
+    assert!(help.contains("Usage: oscar [OPTIONS] <COMMAND>"), "{help}");
     for command in COMMANDS {
         assert!(help.contains(command), "{help}");
         let page = fine(&[command, "--help"]);

@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use checkpoint::Checkpoint as Toy;
+use oscar_kv::cli::recipe::Recipe;
 use oscar_kv::model::GgufLayout;
 use oscar_kv::zoo::formats::sglang_pt::Checkpoint;
 use oscar_kv::zoo::formats::{ImportOptions, import};
@@ -140,6 +141,29 @@ const GGUF: Target = Target {
     ],
 };
 
+const RECIPE: Target = Target {
+    name: "recipe",
+    file: zoo::RECIPE,
+    read: |path| {
+        let _ = Recipe::read(path);
+    },
+    words: &[
+        b"[calibrate]",
+        b"[bench.decode]",
+        b"[[fit]]",
+        b"a.b.c.d = 1",
+        b"\"\"\"",
+        b"[[[[[[[[",
+        b"{a={a={",
+        b"1e999",
+        b"-9223372036854775808",
+        b"1979-05-27T07:32:00Z",
+        b"\\U0010FFFF",
+        b"tokens = ",
+        b"data = [",
+    ],
+};
+
 fn seeds(target: &Target, folder: &Path) -> Vec<Vec<u8>> {
     let kept = Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("tests/fixtures/hostile")
@@ -166,6 +190,7 @@ fn seeds(target: &Target, folder: &Path) -> Vec<Vec<u8>> {
                 fs::read(place.join(zoo::FILE)).unwrap()
             })
             .to_vec(),
+        "recipe" => vec![RECIPES.into(), b"[fit]\nmoments = 'm'\n".to_vec()],
         _ => {
             let path = folder.join("seed.gguf");
             Toy::llama().write_gguf(&path);
@@ -178,6 +203,36 @@ fn seeds(target: &Target, folder: &Path) -> Vec<Vec<u8>> {
     });
     seeds
 }
+
+const RECIPES: &[u8] = br#"# all kinds of values
+[calibrate]
+model = "toy"
+data = ["prompts", 'more "prompts"']
+tokens = 8_000
+seq-len = 512
+k-clip = 0.96
+center = "on"
+fresh = true
+out = """
+entry"""
+
+[validate]
+entry = "entry"
+against = ["naive", "kivi"]
+max-kl-ratio = "naive=0.5"
+device = "cpu"
+
+[bench.collect]
+config = "config.json"
+
+[bench]
+decode = { batch = 8, context = 1_000, format = "json" }
+
+[import]
+files = ["k.pt", "v.pt"]
+heads = 9
+k-clip = 9.6e-1
+"#;
 
 fn with_calibration() -> Saved {
     let mut all = Rotations::of_layers("qqt_r_h_pbr", 8, &[0]);
@@ -379,6 +434,12 @@ fn gguf_headers() {
     fuzz(&GGUF);
 }
 
+#[test]
+fn recipes() {
+    assert!(Recipe::parse(std::str::from_utf8(RECIPES).unwrap(), "seed").is_ok());
+    fuzz(&RECIPE);
+}
+
 /// Bytes that each ask for far more than their size.
 #[test]
 fn headers_that_expand() {
@@ -415,7 +476,25 @@ fn headers_that_expand() {
     ones.extend(br#"],"data_offsets":[0,4]}}"#);
     let ones = [&(ones.len() as u64).to_le_bytes()[..], &ones, &[0; 4]].concat();
 
-    for (target, bytes) in [(&PT, nothing), (&GGUF, bools), (&ENTRY, ones)] {
+    let mut tables = "[a]\n".repeat(size / 4).into_bytes();
+    let nested = b"[".repeat(30 << 10);
+    let dotted = [&b"a.".repeat(15 << 10)[..], b"a = 1"].concat();
+    let words = [&b"[fit]\nmethod = '"[..], &b"x".repeat(30 << 10), b"'"].concat();
+    let list = [&b"[fit]\nmoments = ["[..], &b"1,".repeat(15 << 10), b"]"].concat();
+    let name = [&b"[fit]\n"[..], &b"x".repeat(30 << 10), b" = 1"].concat();
+    tables.truncate(size);
+
+    for (target, bytes) in [
+        (&PT, nothing),
+        (&GGUF, bools),
+        (&ENTRY, ones),
+        (&RECIPE, tables),
+        (&RECIPE, nested),
+        (&RECIPE, dotted),
+        (&RECIPE, words),
+        (&RECIPE, list),
+        (&RECIPE, name),
+    ] {
         let path = folder.path().join(target.file);
         survives(target, &path, &bytes)
             .unwrap_or_else(|problem| panic!("{}: {problem}", target.name));

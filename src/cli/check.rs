@@ -7,15 +7,13 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 use comfy_table::{ContentArrangement, Table, presets};
 
-use super::Outcome;
 use super::common::{
-    CalibrationDataArgs, EvaluationDataArgs, Format, ModelArgs, entry_folder, moments_beside,
-    print, print_json,
+    EvaluationDataArgs, Format, ModelArgs, entry_folder, moments_beside, print, print_json,
+    same_place,
 };
 use super::progress::Meter;
+use super::{Outcome, calibrate, entry_recipe};
 use crate::Error;
-use crate::calib::fit::{FitOptions, fit};
-use crate::calib::{CollectOptions, Moments, collect as run_collection};
 use crate::data::Tokenizer;
 use crate::eval::diff::check_shapes;
 use crate::eval::tolerances::{Finding, Tolerances, compare};
@@ -23,7 +21,7 @@ use crate::eval::{EvalMethod, EvalOptions, Report, check_entry, significant, val
 use crate::files::{read_text, write_atomic};
 use crate::model::Model;
 use crate::report::{self, Inputs, card};
-use crate::zoo::{Entry, Method, Rounding, SideName};
+use crate::zoo::Entry;
 
 /// Tokens to evaluate on where neither a flag nor the baseline's measurement says.
 const DEFAULT_TOKENS: usize = 16_384;
@@ -55,11 +53,11 @@ pub struct Args {
     #[command(flatten)]
     model: ModelArgs,
 
-    /// Calibrate the model anew first, with the baseline's settings
+    /// Calibrate the model anew first, by the baseline's recipe
     #[arg(long, help_heading = "Calibration")]
     recalibrate: bool,
 
-    /// Calibration prompts, files or folders; the bundled corpus where none is given
+    /// Calibration prompts, files or folders; those of the baseline's recipe where none is given
     #[arg(
         long,
         value_name = "PATH",
@@ -208,10 +206,9 @@ pub fn run(args: &Args) -> Result<Outcome> {
     })
 }
 
-/// Collects and fits with what the baseline records of its own calibration.
+/// Collects and fits by the baseline's recipe.
 fn recalibrate(args: &Args, baseline: &Entry, model: &Model) -> Result<Entry> {
-    let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
-    if real(&args.entry) == real(entry_folder(&args.baseline)) {
+    if same_place(&args.entry, entry_folder(&args.baseline)) {
         return Err(Error::invalid(
             "--recalibrate",
             "would replace the baseline with what it is compared with",
@@ -221,67 +218,18 @@ fn recalibrate(args: &Args, baseline: &Entry, model: &Model) -> Result<Entry> {
     }
     Entry::check_place(&args.entry, model.id(), &model.weights_fingerprint()?)?;
 
-    let recorded = &baseline.metadata.calibration;
+    let recipe = entry_recipe::read(&args.baseline)?;
+    let locator = args.model.locator();
+    let (settings, values) = calibrate::Args::of_recipe(&recipe, locator, &args.calibration_data)?;
     let tokenizer = Tokenizer::load(model)?;
-    let data = CalibrationDataArgs::recorded(&args.calibration_data, recorded);
-    let corpus = data.read(model, &tokenizer)?;
-    if corpus.token_ids_sha256 != recorded.token_ids_sha256 {
+    let corpus = settings.data.read(model, &tokenizer)?;
+    if corpus.token_ids_sha256 != baseline.metadata.calibration.token_ids_sha256 {
         eprintln!("note: the calibration tokens are not those of the baseline");
     }
-    let options = CollectOptions::new(moments_beside(&args.entry), tokenizer.sha256());
-    let moments = run_collection(model, &corpus, &options, &mut Meter::new())?.path;
-    let fitted = fit(&Moments::open(&moments)?, &settings(baseline))?;
-    for warning in &fitted.warnings {
-        eprintln!("warning: {warning}");
-    }
-    fitted.entry.write(&args.entry, false)?;
+    let prompts = (&tokenizer, &corpus);
+    let moments = moments_beside(&args.entry);
+    calibrate::make(model, prompts, &settings, &values, &moments, &args.entry)?;
     Ok(Entry::open(&args.entry)?)
-}
-
-/// The settings that an entry was fitted with, as far as it records them: a clip ratio that is the same everywhere was
-/// given, others were searched.
-fn settings(entry: &Entry) -> FitOptions {
-    let m = &entry.metadata;
-    let clip = |side: SideName| {
-        let clips: Vec<f32> = entry
-            .layers
-            .values()
-            .flat_map(|layer| match side {
-                SideName::K => layer.k.clip.iter(),
-                SideName::V => layer.v.clip.iter(),
-            })
-            .copied()
-            .collect();
-        match clips.as_slice() {
-            [first, rest @ ..]
-                if !rest.is_empty() && rest.iter().all(|c| c.to_bits() == first.to_bits()) =>
-            {
-                // As it was typed: 0.96 and not the nearest f32.
-                first.to_string().parse().ok()
-            }
-            _ => None,
-        }
-    };
-    let orthogonal_values = entry.layers.values().all(|layer| layer.v.dual.is_none());
-    FitOptions {
-        method: m.method,
-        scope: m.scope,
-        rounding: m
-            .fit
-            .as_ref()
-            .map_or(Rounding::Nearest, |fit| fit.k_rounding),
-        center: m.fit.as_ref().map(|fit| fit.k_centered),
-        v_moment: match m.method {
-            Method::Oscar => m.v_moment,
-            Method::Balanced if orthogonal_values => m.v_moment,
-            _ => None,
-        },
-        group: Some(m.quantizer.group),
-        k_clip: clip(SideName::K),
-        v_clip: clip(SideName::V),
-        exponent: None,
-        windows: m.windows,
-    }
 }
 
 /// Everything but heads that held, then one line for those.

@@ -9,7 +9,7 @@ use super::common::{CalibrationDataArgs, Format, ModelArgs, print, print_json};
 use super::progress::Meter;
 use crate::calib::collect::DEFAULT_SAMPLE_ROWS;
 use crate::calib::{CollectOptions, CorpusShape, collect, plan};
-use crate::data::Tokenizer;
+use crate::data::{Corpus, Tokenizer};
 use crate::model::Model;
 
 /// Run a model over prompts, one layer at a time, and keep the moments of its queries, keys, values and outputs.
@@ -58,7 +58,9 @@ pub fn run(args: &Args) -> Result<Outcome> {
     if args.run.dry_run {
         return dry_run(&model, &args.data, &args.run, &args.out, args.format);
     }
-    let path = moments(&model, &args.data, &args.run, &args.out)?;
+    let tokenizer = Tokenizer::load(&model)?;
+    let corpus = args.data.read(&model, &tokenizer)?;
+    let path = moments(&model, &tokenizer, &corpus, &args.run, &args.out)?;
     match args.format {
         Format::Text => print(&format!("moments in {}", path.display()))?,
         Format::Json => print_json(&serde_json::json!({ "moments": path.display().to_string() }))?,
@@ -69,14 +71,13 @@ pub fn run(args: &Args) -> Result<Outcome> {
 /// Collects into `out`; shared with `oscar calibrate`.
 pub fn moments(
     model: &Model,
-    data: &CalibrationDataArgs,
+    tokenizer: &Tokenizer,
+    corpus: &Corpus,
     run: &RunArgs,
     out: &Path,
 ) -> Result<PathBuf> {
-    let tokenizer = Tokenizer::load(model)?;
-    let corpus = data.read(model, &tokenizer)?;
     let options = options(run, out, tokenizer.sha256());
-    Ok(collect(model, &corpus, &options, &mut Meter::new())?.path)
+    Ok(collect(model, corpus, &options, &mut Meter::new())?.path)
 }
 
 /// Prints what a run would take; shared with `oscar calibrate`.

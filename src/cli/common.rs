@@ -12,7 +12,6 @@ use crate::calib::{CorpusShape, Moments};
 use crate::data::{self, ChatTemplate, Corpus, Overlong, Tokenizer, bundled};
 use crate::device::DeviceChoice;
 use crate::model::{Model, OpenOptions};
-use crate::zoo::Calibration;
 
 /// How results are printed on standard output.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
@@ -54,6 +53,11 @@ pub struct ModelArgs {
 }
 
 impl ModelArgs {
+    /// `--model`.
+    pub fn locator(&self) -> &str {
+        &self.model
+    }
+
     /// Whether `--model-id` says what the model is called.
     pub fn is_named(&self) -> bool {
         self.model_id.is_some()
@@ -193,19 +197,6 @@ fn prompts(
 }
 
 impl CalibrationDataArgs {
-    /// What an entry records of its calibration, with prompts from `data`.
-    pub fn recorded(data: &[PathBuf], of: &Calibration) -> Self {
-        Self {
-            data: data.to_vec(),
-            tokens: of.tokens,
-            seq_len: Some(of.seq_len),
-            seed: of.seed,
-            overlong: OverlongArg::Split,
-            holdout: data::pack::DEFAULT_HOLDOUT_TOKENS,
-            chat_template: None,
-        }
-    }
-
     /// Reads, renders, tokenizes and packs the prompts.
     pub fn read(&self, model: &Model, tokenizer: &Tokenizer) -> Result<Corpus> {
         let prompts = prompts(
@@ -349,4 +340,10 @@ pub fn entry_folder(path: &Path) -> &Path {
     } else {
         path.parent().unwrap_or(path)
     }
+}
+
+/// Whether two paths are one place, where that can be told.
+pub fn same_place(a: &Path, b: &Path) -> bool {
+    let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    real(a) == real(b)
 }

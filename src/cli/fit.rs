@@ -4,11 +4,13 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use clap::ValueEnum;
+use toml::Table;
 
-use super::Outcome;
 use super::common::{Format, print, print_json};
+use super::recipe::Given;
+use super::{Outcome, entry_recipe};
 use crate::calib::Moments;
-use crate::calib::fit::{FitOptions, fit};
+use crate::calib::fit::{FitOptions, Fitted, fit};
 use crate::report::card;
 use crate::zoo::{Method, Rounding, Scope, VMoment, Windows};
 
@@ -183,20 +185,32 @@ impl PlaceArgs {
     }
 }
 
-pub fn run(args: &Args) -> Result<Outcome> {
+pub fn run(args: &Args, given: &Given) -> Result<Outcome> {
     let moments = Moments::open(&args.moments)?;
     let folder = args.place.folder(&moments.meta().model.id, &args.fit);
-    write(&moments, &args.fit, &args.place, &folder, args.format)
+    let mut settings = given.values.clone();
+    settings.extend(entry_recipe::of_moments(&moments));
+    let fitted = write(&moments, &args.fit, &args.place, &folder, &settings)?;
+    let (entry, moments) = (folder.display(), moments.path().display());
+    match args.format {
+        Format::Text => print(&format!("entry    {entry}\nmoments  {moments}"))?,
+        Format::Json => print_json(&serde_json::json!({
+            "entry": entry.to_string(),
+            "moments": moments.to_string(),
+            "warnings": fitted.warnings,
+        }))?,
+    }
+    Ok(Outcome::Fine)
 }
 
-/// Fits, writes and says where; shared with `oscar calibrate`.
+/// Fits and writes an entry with its recipe, `settings`, and its card; shared with `oscar calibrate`.
 pub fn write(
     moments: &Moments,
     fit_args: &FitArgs,
     place: &PlaceArgs,
     folder: &Path,
-    format: Format,
-) -> Result<Outcome> {
+    settings: &Table,
+) -> Result<Fitted> {
     let fitted = fit(moments, &fit_args.options())?;
     for warning in &fitted.warnings {
         eprintln!("warning: {warning}");
@@ -204,18 +218,7 @@ pub fn write(
     // A new fit of the same model is under the old one's license.
     let license = card::stated_license(folder).filter(|_| !place.force);
     fitted.entry.write(folder, place.force)?;
+    entry_recipe::write(folder, &fitted.entry, settings)?;
     card::write(folder, license.as_deref())?;
-    match format {
-        Format::Text => print(&format!(
-            "entry    {}\nmoments  {}",
-            folder.display(),
-            moments.path().display()
-        ))?,
-        Format::Json => print_json(&serde_json::json!({
-            "entry": folder.display().to_string(),
-            "moments": moments.path().display().to_string(),
-            "warnings": fitted.warnings,
-        }))?,
-    }
-    Ok(Outcome::Fine)
+    Ok(fitted)
 }

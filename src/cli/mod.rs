@@ -9,17 +9,21 @@ mod collect;
 mod common;
 mod devices;
 mod diff;
+mod entry_recipe;
 mod export;
 mod fit;
 mod generate;
 mod import;
 mod inspect;
 mod progress;
+pub mod recipe;
 mod report;
 mod shell;
 mod validate;
 mod verify;
 
+use std::ffi::OsString;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Result;
@@ -44,6 +48,26 @@ use crate::interrupt;
 pub struct Cli {
     #[command(subcommand)]
     command: Command,
+
+    /// TOML file of arguments, under a table a command; flags win
+    ///
+    /// `[calibrate]`, `[bench.decode]`, … hold the long flags of their command: text in quotes, numbers, true for
+    /// switches, lists for flags that repeat; and positional arguments by name. What the command line gives too, or
+    /// excludes, is left out, and what neither gives has its default. Paths are as on the command line: relative to the
+    /// working directory.
+    ///
+    /// A switch that a recipe turns on stays on.
+    ///
+    /// `calibrate` takes an entry's folder, too, and repeats its calibration: inputs that are not the recorded ones are an
+    /// error. ENTRY/recipe.toml takes its settings only.
+    #[arg(
+        long,
+        global = true,
+        value_name = "FILE|ENTRY",
+        help_heading = "Recipe",
+        display_order = 1000
+    )]
+    recipe: Option<PathBuf>,
 }
 
 #[derive(Subcommand, Debug)]
@@ -85,8 +109,12 @@ impl From<Outcome> for ExitCode {
     }
 }
 
-/// Runs the command that was parsed.
-pub fn run(cli: &Cli) -> Result<Outcome> {
+/// Parses a command line, program name first, and runs it.
+///
+/// # Errors
+/// What goes wrong; [`clap::Error`] where the command line cannot be parsed, or asks for help.
+pub fn run(words: impl IntoIterator<Item = OsString>) -> Result<Outcome> {
+    let (cli, given) = recipe::parse(&words.into_iter().collect::<Vec<_>>())?;
     // The first Ctrl-C ends the run between two steps, the second at once. Where no handler can be set, all do.
     let _ = ctrlc::set_handler(|| {
         if interrupt::request() {
@@ -94,9 +122,9 @@ pub fn run(cli: &Cli) -> Result<Outcome> {
         }
     });
     match &cli.command {
-        Command::Calibrate(args) => calibrate::run(args),
+        Command::Calibrate(args) => calibrate::run(args, &given),
         Command::Collect(args) => collect::run(args),
-        Command::Fit(args) => fit::run(args),
+        Command::Fit(args) => fit::run(args, &given),
         Command::Validate(args) => validate::run(args),
         Command::Generate(args) => generate::run(args),
         Command::Inspect(args) => inspect::run(args),

@@ -5,15 +5,15 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 
-use super::Outcome;
-use super::common::{Format, is_moments, print, print_json};
+use super::common::{Format, entry_folder, is_moments, print, print_json};
+use super::{Outcome, entry_recipe};
 use crate::calib::Moments;
 use crate::zoo;
 
 /// Check everything that an entry (or a moments file) promises.
 ///
 /// Header and schema, tensor names, shapes and types, completeness, finite values, encode against its inverse,
-/// feedback, clip ratios, content hash. Ends with 1 where a check fails.
+/// feedback, clip ratios, content hash, and that recipe.toml says the same. Ends with 1 where a check fails.
 #[derive(clap::Args, Debug)]
 pub struct Args {
     /// An entry's folder or its rotations.safetensors, or a moments file
@@ -97,11 +97,21 @@ fn checks(path: &Path) -> Result<Vec<Line>> {
             problems: problem.iter().map(ToString::to_string).collect(),
         }]);
     }
-    Ok(zoo::verify(path)?
+    let (entry, checks) = zoo::examine(path)?;
+    let mut lines: Vec<Line> = checks
         .into_iter()
         .map(|check| Line {
             name: check.name.to_owned(),
             problems: check.problems,
         })
-        .collect())
+        .collect();
+    if let Some(entry) = entry
+        && let Some(problems) = entry_recipe::problems(entry_folder(path), &entry)
+    {
+        lines.push(Line {
+            name: "recipe".to_owned(),
+            problems,
+        });
+    }
+    Ok(lines)
 }

@@ -60,14 +60,7 @@ impl Tolerances {
             .map_err(|e: toml::de::Error| Error::invalid(place, e.to_string().trim_end()))?;
         for (key, value) in &table {
             if !NAMES.contains(&key.as_str()) {
-                let error = Error::invalid(
-                    place,
-                    format!("no tolerance is called `{}`", key.escape_debug()),
-                );
-                return Err(match nearest(key) {
-                    Some(name) => error.hint(format!("did you mean `{name}`?")),
-                    None => error.hint(format!("known are {}", NAMES.join(", "))),
-                });
+                return Err(Error::unknown(place, "tolerance", key, &NAMES));
             }
             let number = match value {
                 toml::Value::Float(x) => Some(*x),
@@ -96,32 +89,6 @@ impl Tolerances {
             .try_into()
             .map_err(|e: toml::de::Error| Error::invalid(place, e))
     }
-}
-
-/// The name that `key` was meant to be, where one is near.
-fn nearest(key: &str) -> Option<&'static str> {
-    NAMES
-        .into_iter()
-        .map(|name| (distance(key, name), name))
-        .min()
-        .filter(|(distance, name)| *distance <= name.len() / 3)
-        .map(|(_, name)| name)
-}
-
-/// Levenshtein's.
-fn distance(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, x) in a.chars().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, y) in b.iter().enumerate() {
-            let replaced = diagonal + usize::from(x != *y);
-            diagonal = row[j + 1];
-            row[j + 1] = replaced.min(row[j] + 1).min(diagonal + 1);
-        }
-    }
-    row[b.len()]
 }
 
 /// One thing that was compared.

@@ -18,11 +18,14 @@ use crate::{Error, Result};
 /// Name of the tensors' file in an entry's folder.
 pub const FILE: &str = "rotations.safetensors";
 
+/// Name of the file in an entry's folder that says how to make it again.
+pub const RECIPE: &str = "recipe.toml";
+
 /// Headers up to this size are read whatever the size of the file.
 const LEAST_HEADER_LIMIT: usize = 256 << 10;
 
-/// What `validate` and `publish` derive from the tensors, and a new fit makes untrue.
-const DERIVED: [&str; 3] = ["metrics.json", "report.html", "README.md"];
+/// What is said of the tensors, and a new fit makes untrue.
+const DERIVED: [&str; 4] = ["metrics.json", "report.html", "README.md", RECIPE];
 
 /// Rotations of one model.
 #[derive(Clone, Debug, PartialEq)]
@@ -169,7 +172,7 @@ impl Entry {
     }
 
     /// Writes `folder`/`rotations.safetensors`, whole or not at all. Where that changes the file, it removes what
-    /// an older run derived from it (metrics, report, card).
+    /// an older run said of it (metrics, report, card, recipe).
     ///
     /// # Errors
     /// Refuses to replace the entry of another model, or one it cannot read, unless `force`; refuses to write an

@@ -41,9 +41,17 @@ impl Check {
 /// # Errors
 /// Only where the file cannot be read.
 pub fn verify(path: &Path) -> Result<Vec<Check>> {
+    Ok(examine(path)?.1)
+}
+
+/// As [`verify`], with the entry where its structure can be read.
+///
+/// # Errors
+/// Only where the file cannot be read.
+pub fn examine(path: &Path) -> Result<(Option<Entry>, Vec<Check>)> {
     let file = entry::file_of(path);
     let bytes = files::read(&file)?;
-    Ok(read(&bytes).1)
+    Ok(read(&bytes))
 }
 
 /// The entry where its structure can be read, and all checks that could be made.
