@@ -7,7 +7,8 @@ use std::path::{Path, PathBuf};
 use super::page::{before, grouped, measured};
 use crate::eval::{Report, significant};
 use crate::files::{read_text, write_atomic};
-use crate::zoo::{self, Entry, Scope, Side};
+use crate::zoo::formats::{Misfit, Target};
+use crate::zoo::{self, Entry};
 use crate::{Error, Result};
 
 /// Name of a card in its folder.
@@ -31,7 +32,8 @@ pub fn card(folder: &Path, license: Option<&str>) -> Result<String> {
     if let Some(license) = license {
         check_license(license)?;
     }
-    Ok(text(&entry, report.as_ref(), &missing, license))
+    let repeatable = folder.join(zoo::RECIPE).is_file();
+    Ok(text(&entry, report.as_ref(), &missing, license, repeatable))
 }
 
 /// The license that the card in `folder` states, if there is one.
@@ -138,7 +140,13 @@ pub fn index(zoo: &Path) -> Result<String> {
     Ok(text)
 }
 
-fn text(entry: &Entry, report: Option<&Report>, missing: &str, license: Option<&str>) -> String {
+fn text(
+    entry: &Entry,
+    report: Option<&Report>,
+    missing: &str,
+    license: Option<&str>,
+    repeatable: bool,
+) -> String {
     let m = &entry.metadata;
     let mut out = front_matter(entry, license);
     let _ = writeln!(out, "\n<!-- {GENERATED} -->\n");
@@ -174,6 +182,9 @@ fn text(entry: &Entry, report: Option<&Report>, missing: &str, license: Option<&
     if report.is_some() {
         out += " `metrics.json` holds what was measured, `report.html` shows it by layer and head.";
     }
+    if repeatable {
+        out += " `recipe.toml` holds the settings of the calibration: `oscar calibrate --recipe ENTRY` repeats it.";
+    }
     out.push('\n');
     out
 }
@@ -197,7 +208,7 @@ fn front_matter(entry: &Entry, license: Option<&str>) -> String {
     for tag in ["oscar", "int2", "kv-cache", "quantization", "rotation"] {
         let _ = writeln!(out, "- {tag}");
     }
-    if served(entry).is_empty() {
+    if Misfit::of(entry, Target::Sglang).impossible.is_empty() {
         out += "- sglang\n";
     }
     out + "---\n"
@@ -252,86 +263,51 @@ fn measured_table(report: &Report) -> String {
     out
 }
 
-/// What keeps today's OSCAR servers from loading an entry; empty where they can.
-fn served(entry: &Entry) -> Vec<&'static str> {
-    let any = |part: fn(&Side) -> bool| {
-        entry
-            .layers
-            .values()
-            .any(|layer| part(&layer.k) || part(&layer.v))
-    };
-    let mut problems = Vec::new();
-    if any(|side| side.dual.is_some()) {
-        problems.push("queries and outputs take another matrix than keys and values");
-    }
-    if any(|side| side.mean.is_some()) {
-        problems.push("keys and values are centered");
-    }
-    problems
-}
-
 fn usage(entry: &Entry) -> String {
     let mut out = String::from(
         "### oscar\n\n```sh\noscar verify ENTRY\noscar validate ENTRY --model MODEL --against oscar\n\
          oscar generate --model MODEL --zoo ENTRY --prompt 'Once upon a time'\n```\n\n`ENTRY` is the folder with `rotations.safetensors`, `MODEL` a Hugging Face folder, \
          a GGUF file, or a hub id.\n",
     );
-    let rounding = entry
-        .layers
-        .values()
-        .any(|layer| layer.k.feedback.is_some() || layer.v.feedback.is_some());
-    let clips = |of: fn(&zoo::Layer) -> &Side| {
-        let mut list = entry.layers.values().flat_map(|l| of(l).clip.iter());
-        let first = list.next().map(|c| c.to_bits());
-        list.any(|c| Some(c.to_bits()) != first)
-    };
-    // `export` asks for it where the server has less than the entry.
-    let lossy = if rounding || clips(|l| &l.k) || clips(|l| &l.v) {
-        " --lossy"
-    } else {
-        ""
-    };
-    let mut problems = served(entry);
-    let loss = if rounding {
-        " The server rounds each channel to its nearest level and takes one clip ratio a side: less than what was \
-         measured above."
-    } else {
-        ""
-    };
-    let remedy = "`oscar fit MOMENTS --method oscar --scope layer --rounding nearest --k-clip 0.96 --v-clip 0.92` fits an \
-                  entry that loads";
-    out += "\n### SGLang\n\n";
-    if problems.is_empty() {
-        let _ = writeln!(
+    for (name, target, command, what) in [
+        (
+            "SGLang",
+            Target::Sglang,
+            "--to sglang --out DIR",
+            "writes the two `.pt` files that OSCAR’s SGLang loads, and the script that serves with them.",
+        ),
+        (
+            "llama.cpp",
+            Target::Gguf,
+            "--to gguf --base MODEL.gguf --out ROTATED.gguf",
+            "appends the rotations to a copy of the model, for llama.cpp’s OSCAR branch.",
+        ),
+    ] {
+        let _ = writeln!(out, "\n### {name}\n");
+        let misfit = Misfit::of(entry, target);
+        if !misfit.impossible.is_empty() {
+            let _ = writeln!(
+                out,
+                "OSCAR’s {name} cannot load this entry: it has no place for {}. `{}` fits one that it loads.",
+                misfit.impossible.join(", nor for "),
+                misfit.remedy
+            );
+            continue;
+        }
+        let lossy = if misfit.lossy.is_empty() {
+            ""
+        } else {
+            " --lossy"
+        };
+        let _ = write!(
             out,
-            "```sh\noscar export ENTRY --to sglang --out DIR{lossy}\n```\n\nwrites the two `.pt` files that OSCAR’s SGLang loads, \
-             and the script that serves with them.{loss}"
+            "```sh\noscar export ENTRY {command}{lossy}\n```\n\n{what}"
         );
-    } else {
-        let _ = writeln!(
-            out,
-            "OSCAR’s SGLang cannot load this entry: it takes one orthogonal matrix for keys and queries alike, without \
-             centering, and here {}. {remedy}.",
-            problems.join("; ")
-        );
-    }
-    out += "\n### llama.cpp\n\n";
-    if entry.metadata.scope == Scope::Head {
-        problems.push("every KV head has a matrix of its own");
-    }
-    if problems.is_empty() {
-        let _ = writeln!(
-            out,
-            "```sh\noscar export ENTRY --to gguf --base MODEL.gguf --out ROTATED.gguf{lossy}\n```\n\nappends the rotations to a copy \
-             of the model, for llama.cpp’s OSCAR branch.{loss}"
-        );
-    } else {
-        let _ = writeln!(
-            out,
-            "OSCAR’s llama.cpp cannot load this entry: it takes one orthogonal matrix a layer, without centering, and here \
-             {}. {remedy}.",
-            problems.join("; ")
-        );
+        if !misfit.lossy.is_empty() {
+            let losses: Vec<_> = misfit.lossy.iter().map(|(_, loss)| loss.as_str()).collect();
+            let _ = write!(out, " What that loses: {}.", losses.join("; "));
+        }
+        out.push('\n');
     }
     out
 }

@@ -6,4 +6,4 @@ mod orthogonal;
 pub mod sglang_pt;
 
 pub use import::{ImportOptions, Imported, import};
-pub use orthogonal::{Orthogonal, OrthogonalLayer, Target};
+pub use orthogonal::{Misfit, Orthogonal, OrthogonalLayer, Target};

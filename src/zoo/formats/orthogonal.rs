@@ -57,14 +57,23 @@ pub(super) struct Carried {
     pub v_clip: f32,
 }
 
-impl<'a> Orthogonal<'a> {
-    /// Checks that `target` can express `entry`.
-    ///
-    /// # Errors
-    /// Where it cannot: transforms that are not orthogonal, another codec, one matrix a head where the target takes one a
-    /// layer; and, unless `lossy`, what costs accuracy alone: centering, feedback rounding, clip ratios that differ.
-    /// The error says which command makes an entry that fits.
-    pub fn new(entry: &'a Entry, target: Target, lossy: bool) -> Result<Self> {
+/// What a target has no place for in an entry.
+pub struct Misfit {
+    target: Target,
+    model_id: String,
+    /// Without these no entry is left; empty where the target can express it.
+    pub impossible: Vec<String>,
+    /// What costs accuracy alone, by name, and what going without it means.
+    pub lossy: Vec<(String, String)>,
+    /// The command that fits an entry that fits, as close to this one as it can be.
+    pub remedy: String,
+    k_clip: f32,
+    v_clip: f32,
+}
+
+impl Misfit {
+    /// Holds `entry` against what `target` can express.
+    pub fn of(entry: &Entry, target: Target) -> Self {
         let metadata = &entry.metadata;
         let sides = || entry.layers.values().flat_map(|layer| [&layer.k, &layer.v]);
         let clips = |of: fn(&crate::zoo::Layer) -> &Side| -> Vec<f32> {
@@ -76,61 +85,85 @@ impl<'a> Orthogonal<'a> {
         };
         let (k_clips, v_clips) = (clips(|layer| &layer.k), clips(|layer| &layer.v));
 
-        let mut problems = Vec::new();
+        let mut impossible = Vec::new();
         if sides().any(|side| side.dual.is_some()) {
-            problems.push(
+            impossible.push(
                 "matrices that are not orthogonal (queries and outputs take another one than keys and values)"
                     .to_owned(),
             );
         }
         if target == Target::Gguf && sides().any(|side| side.encode.len() != 1) {
-            problems.push("one matrix a KV head (it takes one a layer)".to_owned());
+            impossible.push("one matrix a KV head (it takes one a layer)".to_owned());
         }
         let quantizer = &metadata.quantizer;
         if quantizer.bits != 2 || quantizer.codec != "uniform" {
-            problems.push(format!(
+            impossible.push(format!(
                 "codec `{}` of {} bits",
                 quantizer.codec, quantizer.bits
             ));
         }
-        let hard = problems.len();
 
-        let mut losses = Vec::new();
+        let mut lossy = Vec::new();
         if sides().any(|side| side.mean.is_some()) {
-            problems.push("centering".to_owned());
-            losses.push(
+            lossy.push((
+                "centering".to_owned(),
                 "keys and values are not centered here, as the entry has them: scores stay right, errors grow".to_owned(),
-            );
+            ));
         }
         if sides().any(|side| side.feedback.is_some()) {
-            problems.push("feedback rounding, which happens as tokens are stored".to_owned());
-            losses.push(
+            lossy.push((
+                "feedback rounding, which happens as tokens are stored".to_owned(),
                 "the server rounds to nearest, and the entry was fitted and measured with feedback rounding".to_owned(),
-            );
+            ));
         }
-        for (side, list) in [("k", &k_clips), ("v", &v_clips)] {
-            if let Some((problem, loss)) = differing(side, list) {
-                problems.push(problem);
-                losses.push(loss);
-            }
-        }
+        lossy.extend(
+            [("k", &k_clips), ("v", &v_clips)]
+                .into_iter()
+                .filter_map(|(side, list)| differing(side, list)),
+        );
         let (k_clip, v_clip) = (median(&k_clips), median(&v_clips));
-        if hard > 0 || (!problems.is_empty() && !lossy) {
-            let mut hint = format!(
-                "make an entry that fits: `{}`",
-                remedy(metadata, target, k_clip, v_clip)
-            );
-            if hard == 0 {
-                hint.push_str("; or pass --lossy to go without");
-            }
-            return Err(Error::invalid(
-                format!("entry of `{}`", metadata.model.id),
-                format!("{target} cannot express {}", problems.join(", nor ")),
-            )
-            .hint(hint));
+        Self {
+            target,
+            model_id: metadata.model.id.clone(),
+            impossible,
+            lossy,
+            remedy: remedy(metadata, target, k_clip, v_clip),
+            k_clip,
+            v_clip,
         }
+    }
 
-        let mut metadata = metadata.clone();
+    fn refusal(&self) -> Error {
+        let mut hint = format!("make an entry that fits: `{}`", self.remedy);
+        if self.impossible.is_empty() {
+            hint.push_str("; or pass --lossy to go without");
+        }
+        let lossy = self.lossy.iter().map(|(problem, _)| problem);
+        let problems: Vec<_> = self.impossible.iter().chain(lossy).cloned().collect();
+        Error::invalid(
+            format!("entry of `{}`", self.model_id),
+            format!("{} cannot express {}", self.target, problems.join(", nor ")),
+        )
+        .hint(hint)
+    }
+}
+
+impl<'a> Orthogonal<'a> {
+    /// Checks that `target` can express `entry`.
+    ///
+    /// # Errors
+    /// Where it cannot: transforms that are not orthogonal, another codec, one matrix a head where the target takes one a
+    /// layer; and, unless `lossy`, what costs accuracy alone: centering, feedback rounding, clip ratios that differ.
+    /// The error says which command makes an entry that fits.
+    pub fn new(entry: &'a Entry, target: Target, lossy: bool) -> Result<Self> {
+        let misfit = Misfit::of(entry, target);
+        if !misfit.impossible.is_empty() || (!misfit.lossy.is_empty() && !lossy) {
+            return Err(misfit.refusal());
+        }
+        let Misfit { k_clip, v_clip, .. } = misfit;
+        let losses: Vec<_> = misfit.lossy.into_iter().map(|(_, loss)| loss).collect();
+
+        let mut metadata = entry.metadata.clone();
         metadata.content_sha256.clear();
         if !losses.is_empty()
             && let Some(fit) = &mut metadata.fit
