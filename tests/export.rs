@@ -1,7 +1,9 @@
 //! `oscar export` writes what other engines load, says what they cannot express, and loses nothing on the way back.
 
 mod checkpoint;
+mod metadata;
 mod pt;
+mod toy;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -10,17 +12,19 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use candle_core::quantized::gguf_file;
-use checkpoint::{Checkpoint as Toy, Shape};
+use checkpoint::{Checkpoint as ToyCheckpoint, Shape};
 use clap::Parser;
+use metadata::metadata;
 use oscar_kv::model::{Model, OpenOptions};
+use oscar_kv::report::card;
 use oscar_kv::zoo::formats::sglang_pt::Checkpoint;
 use oscar_kv::zoo::formats::{ImportOptions, Orthogonal, Target, gguf, import};
 use oscar_kv::zoo::{
-    self, Calibration, Entry, Fit, FitSide, KMoment, Layer, Metadata, Method, ModelInfo, Quantizer,
-    Rounding, SCHEMA, Scope, Side, SideName, Tool, VMoment, Windows,
+    self, Entry, Fit, FitSide, Layer, Method, Rounding, Scope, Side, SideName, Windows,
 };
 use pt::rotation;
 use tempfile::TempDir;
+use toy::{Toy, str};
 
 const D: usize = 16;
 const KV_HEADS: usize = 2;
@@ -48,60 +52,25 @@ fn entry(scope: Scope, sparse: bool) -> Entry {
         exponent: vec![],
         output_error: vec![0.1; transforms],
     };
+    let mut metadata = metadata(2, 4, KV_HEADS, D);
+    metadata.method = Method::Oscar;
+    metadata.scope = scope;
+    metadata.windows = Windows {
+        sink_tokens: 32,
+        recent_tokens: 128,
+    };
+    metadata.model.id = "org/it's a `model`".into();
+    metadata.model.revision = Some("abc".into());
+    metadata.fit = Some(Fit {
+        k_rounding: Rounding::Nearest,
+        v_rounding: Rounding::Nearest,
+        k_centered: false,
+        v_centered: false,
+        k: BTreeMap::from([(1, errors.clone())]),
+        v: BTreeMap::from([(1, errors)]),
+    });
     Entry {
-        metadata: Metadata {
-            schema: SCHEMA,
-            method: Method::Oscar,
-            scope,
-            k_moment: Some(KMoment::Qq),
-            v_moment: Some(VMoment::Oo),
-            quantizer: Quantizer {
-                bits: 2,
-                group: D,
-                codec: "uniform".into(),
-                scale_dtype: "bfloat16".into(),
-            },
-            windows: Windows {
-                sink_tokens: 32,
-                recent_tokens: 128,
-            },
-            model: ModelInfo {
-                id: "org/it's a `model`".into(),
-                revision: Some("abc".into()),
-                architecture: "llama".into(),
-                config_sha256: "c".into(),
-                weights_fingerprint: "w".into(),
-                layers: 2,
-                heads: vec![4; 2],
-                kv_heads: vec![KV_HEADS; 2],
-                head_dim: vec![D; 2],
-            },
-            calibration: Calibration {
-                tokens: 24_000,
-                prompts: 7,
-                seq_len: 4096,
-                token_ids_sha256: "t".into(),
-                tokenizer_sha256: "k".into(),
-                seed: 5,
-                dtype: "f32".into(),
-                device: "cpu".into(),
-            },
-            tool: Tool {
-                name: "oscar-kv".into(),
-                version: "0.1.0".into(),
-                algorithm: 1,
-            },
-            fit: Some(Fit {
-                k_rounding: Rounding::Nearest,
-                v_rounding: Rounding::Nearest,
-                k_centered: false,
-                v_centered: false,
-                k: BTreeMap::from([(1, errors.clone())]),
-                v: BTreeMap::from([(1, errors)]),
-            }),
-            imported: None,
-            content_sha256: String::new(),
-        },
+        metadata,
         layers: (usize::from(sparse)..2).map(|id| (id, layer(id))).collect(),
     }
 }
@@ -534,6 +503,10 @@ fn what_an_engine_cannot_express_is_refused_with_the_remedy() {
             );
             assert_eq!(message.contains("--lossy"), may_be_lost, "{message}");
             assert!(!out.exists());
+            // And the card says so.
+            let card = card::card(&from, None).unwrap();
+            let offered = card.contains("oscar export ENTRY --to sglang --out DIR --lossy\n");
+            assert_eq!(offered, may_be_lost, "{card}");
             // The remedy is a command that this program takes.
             let command = message
                 .split('`')
@@ -570,6 +543,67 @@ fn what_an_engine_cannot_express_is_refused_with_the_remedy() {
     }
 }
 
+/// What was fitted here and came in through an engine's files is as good as what was not, by every comparison.
+#[test]
+fn an_imported_entry_compares_with_the_one_it_was() {
+    let toy = Toy::new();
+    let (moments, fitted) = (toy.at("m.safetensors"), toy.at("fitted"));
+    let run = |arguments: &[&str]| fine(&oscar(&[], arguments));
+    run(&toy.collect(&moments));
+    let fit = "--method oscar --scope layer --v-moment vwv --rounding nearest --k-clip 0.96 --v-clip 0.92";
+    let fit: Vec<&str> = fit.split(' ').collect();
+    run(&[&["fit", str(&moments), "--out", str(&fitted)], &fit[..]].concat());
+    let card = fs::read_to_string(fitted.join("README.md")).unwrap();
+    for command in [
+        "--to sglang --out DIR\n",
+        "--to gguf --base MODEL.gguf --out ROTATED.gguf\n",
+    ] {
+        assert!(card.contains(command), "{card}");
+    }
+    let served = toy.at("served");
+    fine(&export(&fitted, "sglang", &served, &[]));
+
+    let files = pt_files(&served);
+    let back = toy.at("back");
+    let model = str(&toy.model);
+    run(&[
+        "import",
+        str(&files[0]),
+        str(&files[1]),
+        "--model",
+        model,
+        "--out",
+        str(&back),
+    ]);
+    assert!(back.join("README.md").is_file());
+    assert!(run(&["verify", str(&back)]).contains("sound"));
+
+    let diff = run(&[
+        "diff",
+        str(&fitted),
+        str(&back),
+        "--moments",
+        str(&moments),
+        "--format",
+        "json",
+    ]);
+    let diff: serde_json::Value = serde_json::from_str(&diff).unwrap();
+    assert_eq!(diff["same_tensors"], true, "{diff}");
+    let prompts = str(&toy.prompts);
+    let validate = |entry: &Path, more: &[&str]| -> serde_json::Value {
+        let data = ["--data", prompts, "--tokens", "1024", "--seq-len", "512"];
+        let windows = ["--sink", "8", "--recent", "32", "--format", "json"];
+        let base = ["validate", str(entry), "--model", model];
+        serde_json::from_str(&run(&[&base, &data[..], &windows, more].concat())).unwrap()
+    };
+    let both = validate(&fitted, &["--against", str(&back)]);
+    let [ours, theirs] = [0, 1].map(|i| both["methods"][i].clone());
+    for number in ["kl", "perplexity", "top1", "bits_per_element"] {
+        assert_eq!(ours[number], theirs[number], "{number}");
+    }
+    assert_eq!(validate(&back, &[])["methods"][0]["kl"], ours["kl"]);
+}
+
 #[test]
 fn files_are_not_replaced_unasked() {
     let place = Place::new();
@@ -598,8 +632,8 @@ fn files_are_not_replaced_unasked() {
     );
 }
 
-fn toy(model_type: &'static str) -> Toy {
-    Toy::new(Shape {
+fn toy(model_type: &'static str) -> ToyCheckpoint {
+    ToyCheckpoint::new(Shape {
         model_type,
         heads: 4,
         kv_heads: KV_HEADS,

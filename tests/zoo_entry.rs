@@ -1,14 +1,14 @@
 //! A zoo entry reads back as it was written, in the same bytes every time; a damaged one is refused, and the refusal
 //! says where.
 
+mod metadata;
+
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::path::Path;
 
-use oscar_kv::zoo::{
-    self, Calibration, Entry, KMoment, Layer, Metadata, Method, ModelInfo, Quantizer, SCHEMA,
-    Scope, Side, Tool, VMoment, Windows,
-};
+use metadata::metadata;
+use oscar_kv::zoo::{self, Entry, Layer, SCHEMA, Side};
 use proptest::prelude::*;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 
@@ -47,52 +47,7 @@ fn entry() -> Entry {
         v: v.clone(),
     };
     Entry {
-        metadata: Metadata {
-            schema: SCHEMA,
-            method: Method::Balanced,
-            scope: Scope::Head,
-            k_moment: Some(KMoment::Qq),
-            v_moment: Some(VMoment::Oo),
-            quantizer: Quantizer {
-                bits: 2,
-                group: D,
-                codec: "uniform".into(),
-                scale_dtype: "bfloat16".into(),
-            },
-            windows: Windows {
-                sink_tokens: 64,
-                recent_tokens: 256,
-            },
-            model: ModelInfo {
-                id: "org/model".into(),
-                revision: None,
-                architecture: "llama".into(),
-                config_sha256: "c".into(),
-                weights_fingerprint: "w".into(),
-                layers: 12,
-                heads: vec![4; 12],
-                kv_heads: vec![KV_HEADS; 12],
-                head_dim: vec![D; 12],
-            },
-            calibration: Calibration {
-                tokens: 24_000,
-                prompts: 7,
-                seq_len: 4096,
-                token_ids_sha256: "t".into(),
-                tokenizer_sha256: "k".into(),
-                seed: 0,
-                dtype: "f32".into(),
-                device: "cpu".into(),
-            },
-            tool: Tool {
-                name: "oscar-kv".into(),
-                version: "0.1.0".into(),
-                algorithm: 1,
-            },
-            fit: None,
-            imported: None,
-            content_sha256: String::new(),
-        },
+        metadata: metadata(12, 4, KV_HEADS, D),
         layers: BTreeMap::from([(0, layer(&plain, &plain)), (10, layer(&full, &full))]),
     }
 }

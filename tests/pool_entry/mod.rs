@@ -1,13 +1,14 @@
 //! An entry that was fitted to nothing, for what takes any.
 
+#[path = "../metadata/mod.rs"]
+mod metadata;
+
+use metadata::metadata;
 use nalgebra::DMatrix;
 use oscar_kv::kv::attention::Dims;
 use oscar_kv::quant::turboquant::random_orthogonal;
 use oscar_kv::quant::{feedback_matrix, row_major};
-use oscar_kv::zoo::{
-    self, Calibration, Entry, KMoment, Layer, Metadata, Method, ModelInfo, Quantizer, SCHEMA,
-    Scope, SideName as Side, Tool, VMoment, Windows,
-};
+use oscar_kv::zoo::{self, Entry, Layer, SideName as Side};
 
 /// An entry of another transform, clip ratio and rounding in every layer and head.
 pub fn entry(layers: usize, dims: Dims, group: usize, seed: u64) -> Entry {
@@ -56,53 +57,10 @@ pub fn entry(layers: usize, dims: Dims, group: usize, seed: u64) -> Entry {
         k: side(index, Side::K),
         v: side(index, Side::V),
     };
+    let mut metadata = metadata(layers, heads, kv_heads, d);
+    metadata.quantizer.group = group;
     Entry {
-        metadata: Metadata {
-            schema: SCHEMA,
-            method: Method::Balanced,
-            scope: Scope::Head,
-            k_moment: Some(KMoment::Qq),
-            v_moment: Some(VMoment::Oo),
-            quantizer: Quantizer {
-                bits: 2,
-                group,
-                codec: "uniform".into(),
-                scale_dtype: "bfloat16".into(),
-            },
-            windows: Windows {
-                sink_tokens: 64,
-                recent_tokens: 256,
-            },
-            model: ModelInfo {
-                id: "org/model".into(),
-                revision: None,
-                architecture: "llama".into(),
-                config_sha256: String::new(),
-                weights_fingerprint: String::new(),
-                layers,
-                heads: vec![heads; layers],
-                kv_heads: vec![kv_heads; layers],
-                head_dim: vec![d; layers],
-            },
-            calibration: Calibration {
-                tokens: 0,
-                prompts: 0,
-                seq_len: 0,
-                token_ids_sha256: String::new(),
-                tokenizer_sha256: String::new(),
-                seed: 0,
-                dtype: "f32".into(),
-                device: "cpu".into(),
-            },
-            tool: Tool {
-                name: "oscar-kv".into(),
-                version: String::new(),
-                algorithm: 1,
-            },
-            fit: None,
-            imported: None,
-            content_sha256: String::new(),
-        },
+        metadata,
         layers: (0..layers).map(|index| (index, layer(index))).collect(),
     }
 }
