@@ -3,6 +3,9 @@
 //! A hub is a folder of files with a history. [`Hub`] says what publishing and pulling need of it; everything that does
 //! not depend on the hub (which files, what changed, retries, messages) stands on this side of the seam.
 
+mod account;
+mod retry;
+
 use std::path::{Path, PathBuf};
 
 use crate::Result;
@@ -69,4 +72,13 @@ pub trait Hub {
 
     /// Writes one file of the snapshot `commit` to `to`; what lies there of an earlier try is gone on from or replaced.
     fn fetch(&self, commit: &str, file: &RemoteFile, to: &Path) -> Result<()>;
+}
+
+/// What a transfer tells the person who waits for it.
+pub trait Watch: Send + Sync {
+    /// So many bytes more were sent or received.
+    fn bytes(&self, count: u64);
+
+    /// Something worth a line, such as an attempt that failed and is repeated.
+    fn note(&self, text: &str);
 }

@@ -1,0 +1,201 @@
+//! Who speaks to a hub about which repository, and what the hub's refusals mean.
+
+use std::fmt;
+use std::time::Duration;
+
+use super::Upload;
+use super::retry::Failure;
+use crate::Error;
+
+/// A secret: shown nowhere.
+#[derive(Clone)]
+pub(super) struct Token(String);
+
+impl Token {
+    /// `None` for what is no token: nothing, or text that no header can carry.
+    pub fn new(text: &str) -> Option<Self> {
+        let text = text.trim();
+        (!text.is_empty() && text.chars().all(|c| c.is_ascii_graphic()))
+            .then(|| Self(text.to_owned()))
+    }
+
+    /// For the request's header, and nothing else.
+    pub fn secret(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Token {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str("[token]")
+    }
+}
+
+/// One repository on one hub, with the token for it. Makes all errors of a hub, so that none shows the token.
+#[derive(Clone, Debug)]
+pub(super) struct Account {
+    /// The hub's name as people know it.
+    pub hub: &'static str,
+    /// `hf:owner/name`
+    pub repo: String,
+    /// What to do to have a token, as the hint of a message.
+    pub login: &'static str,
+    pub token: Option<Token>,
+}
+
+impl Account {
+    /// An error about this repository. `problem` may hold what the hub said.
+    pub fn error(&self, problem: impl fmt::Display) -> Error {
+        Error::invalid(&self.repo, self.redacted(&problem.to_string()))
+    }
+
+    /// Without the token, if a hub's answer repeats it.
+    fn redacted(&self, text: &str) -> String {
+        match &self.token {
+            Some(token) => text.replace(token.secret(), "[token]"),
+            None => text.to_owned(),
+        }
+    }
+
+    /// The hub could not be reached, or the connection broke: worth another attempt.
+    pub fn unreachable(&self, problem: impl fmt::Display) -> Failure {
+        Failure::Passing {
+            error: self
+                .error(format!("{} cannot be reached: {problem}", self.hub))
+                .hint("check the network; what was sent already is not sent again"),
+            after: None,
+        }
+    }
+
+    /// What an answer with an error status means. `said` is the hub's own message, `files` what was being sent.
+    pub fn refused(
+        &self,
+        status: u16,
+        said: &str,
+        after: Option<Duration>,
+        files: &[Upload],
+    ) -> Failure {
+        let hub = self.hub;
+        // Before it is cut: half a token is still shown.
+        let said = brief(&self.redacted(said));
+        let with = |problem: &str| match said.as_str() {
+            "" => self.error(format!("{problem} (HTTP {status})")),
+            said => self.error(format!("{problem}: {said} (HTTP {status})")),
+        };
+        let error = match status {
+            401 if self.token.is_none() => {
+                with(&format!("{hub} asks for a token")).hint(self.login)
+            }
+            401 => with(&format!("{hub} does not accept the token")).hint(self.login),
+            403 => with("the token may not do this").hint(format!(
+                "take a token that may write to `{}` ({})",
+                self.repo, self.login
+            )),
+            404 => with("there is no such repository or revision, or the token may not see it")
+                .hint("check owner, name and revision; a private repository needs a token"),
+            409 | 412 => with("someone else has committed meanwhile")
+                .hint("run the same command again: it starts from what is there now"),
+            413 => {
+                let error = with(&format!("{hub} finds this too large"));
+                match files.iter().max_by_key(|file| file.size_bytes) {
+                    Some(file) => error.hint(format!(
+                        "the largest file is `{}` with {:.1} MiB; publish fewer entries at once, or without it",
+                        file.path,
+                        file.size_bytes as f64 / f64::from(1 << 20)
+                    )),
+                    None => error,
+                }
+            }
+            429 => with(&format!("{hub} is asked too often")).hint("run the same command later"),
+            500.. => with(&format!("{hub} failed")).hint("run the same command later"),
+            _ => with(&format!("{hub} refuses this")),
+        };
+        match status {
+            408 | 429 | 500 | 502..=504 => Failure::Passing { error, after },
+            _ => Failure::Final(error),
+        }
+    }
+}
+
+/// One line of what a hub said; pages for browsers say nothing here.
+fn brief(said: &str) -> String {
+    const CHARACTERS: usize = 300;
+    let said = said.trim();
+    if said.starts_with('<') {
+        return String::new();
+    }
+    let line = said.split_whitespace().collect::<Vec<_>>().join(" ");
+    if line.chars().count() <= CHARACTERS {
+        return line;
+    }
+    line.chars().take(CHARACTERS).chain(['…']).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn account() -> Account {
+        Account {
+            hub: "Hugging Face",
+            repo: "hf:owner/name".to_owned(),
+            login: "run `hf auth login`",
+            token: Token::new(" hf_secret\n"),
+        }
+    }
+
+    fn error(failure: Failure) -> String {
+        match failure {
+            Failure::Final(error) | Failure::Passing { error, .. } => error.to_string(),
+        }
+    }
+
+    #[test]
+    fn a_token_that_the_hub_repeats_is_not_shown() {
+        let account = account();
+        let cut = format!("{} hf_secret", "x ".repeat(147));
+        for said in ["who is hf_secret?", cut.as_str(), "hf_\nsecret"] {
+            for status in [401, 403, 404, 409, 413, 418, 429, 500] {
+                let message = error(account.refused(status, said, None, &[]));
+                assert!(!message.contains("hf_secret"), "{message}");
+                assert!(!message.contains("hf_sec…"), "{message}");
+            }
+        }
+        let message = error(account.unreachable("https://hf_secret@hub/"));
+        assert!(!message.contains("hf_secret"), "{message}");
+        assert!(!format!("{account:?}").contains("hf_secret"));
+    }
+
+    #[test]
+    fn what_is_no_token_is_none() {
+        assert!(Token::new(" \n").is_none());
+        assert!(Token::new("two words").is_none());
+        assert!(Token::new("päss").is_none());
+    }
+
+    #[test]
+    fn what_passes_is_told_from_what_stays() {
+        let account = account();
+        for (status, passes) in [
+            (401, false),
+            (412, false),
+            (429, true),
+            (500, true),
+            (501, false),
+            (503, true),
+        ] {
+            let failure = account.refused(status, "", None, &[]);
+            assert_eq!(
+                matches!(failure, Failure::Passing { .. }),
+                passes,
+                "{status}"
+            );
+        }
+    }
+
+    #[test]
+    fn pages_for_browsers_are_left_out() {
+        let message = error(account().refused(502, "<html><body>nginx", None, &[]));
+        assert!(!message.contains("nginx"), "{message}");
+    }
+}

@@ -1,0 +1,384 @@
+//! A hub on this machine: it speaks what Hugging Face and ModelScope document, keeps what it is sent, writes down what
+//! it is asked, and fails where a test says so.
+//!
+//! One connection serves one request, so that a cut connection is a cut request.
+#![allow(dead_code)]
+
+use std::collections::{BTreeMap, HashMap};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread;
+
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+
+/// The one token that hubs here know. It may write everywhere.
+pub const TOKEN: &str = "hf_0123456789abcdefSECRET";
+
+/// What was asked.
+#[derive(Clone, Debug, Default)]
+pub struct Request {
+    pub method: String,
+    /// Percent-encoding is kept: `feature%2Fx` is one segment.
+    pub path: String,
+    /// Without the question mark.
+    pub query: String,
+    /// Names in lower case.
+    pub headers: HashMap<String, String>,
+    pub body: Vec<u8>,
+    /// The status of the answer; 0 where the connection was cut before it.
+    pub answered: u16,
+}
+
+impl Request {
+    pub fn header(&self, name: &str) -> &str {
+        self.headers.get(name).map_or("", String::as_str)
+    }
+
+    pub fn json(&self) -> Value {
+        serde_json::from_slice(&self.body).unwrap()
+    }
+
+    /// Whether it carries [`TOKEN`] as its bearer.
+    pub fn is_authorized(&self) -> bool {
+        self.header("authorization") == format!("Bearer {TOKEN}")
+    }
+
+    /// The path's segments.
+    pub fn segments(&self) -> Vec<&str> {
+        self.path.trim_matches('/').split('/').collect()
+    }
+}
+
+#[derive(Clone, Debug)]
+pub struct Answer {
+    pub status: u16,
+    pub headers: Vec<(String, String)>,
+    pub body: Vec<u8>,
+}
+
+impl Answer {
+    pub fn json(status: u16, value: &Value) -> Self {
+        Self::bytes(status, value.to_string().into_bytes()).with("Content-Type", "application/json")
+    }
+
+    pub fn bytes(status: u16, body: Vec<u8>) -> Self {
+        Self {
+            status,
+            headers: Vec::new(),
+            body,
+        }
+    }
+
+    #[must_use]
+    pub fn with(mut self, name: &str, value: impl ToString) -> Self {
+        self.headers.push((name.to_owned(), value.to_string()));
+        self
+    }
+
+    /// The part that the request's `Range` asks for, where it asks for one.
+    #[must_use]
+    pub fn ranged(self, request: &Request) -> Self {
+        let range = request.header("range").strip_prefix("bytes=");
+        let Some((from, to)) = range.and_then(|range| range.split_once('-')) else {
+            return self.with("Accept-Ranges", "bytes");
+        };
+        let whole = self.body.len();
+        let from: usize = from.parse().unwrap();
+        let to = to.parse().map_or(whole, |last: usize| (last + 1).min(whole));
+        if from >= to {
+            return Self::bytes(416, Vec::new()).with("Content-Range", format!("bytes */{whole}"));
+        }
+        let mut part = self.with("Content-Range", format!("bytes {from}-{}/{whole}", to - 1));
+        part.status = 206;
+        part.body = part.body[from..to].to_vec();
+        part
+    }
+}
+
+/// What happens instead of, or to, an answer.
+#[derive(Clone, Debug)]
+pub enum Failure {
+    /// This answer, and the request has no effect.
+    Answer(Answer),
+    /// The connection ends after so many bytes of the request's body; the request has no effect.
+    CutRequest(usize),
+    /// The request has its effect; the connection ends after so many bytes of the answer's body.
+    CutAnswer(usize),
+    /// The request has its effect; this is done to its answer.
+    Change(fn(&mut Answer)),
+}
+
+impl Failure {
+    /// An error as both hubs write it.
+    pub fn status(status: u16, message: &str) -> Self {
+        let body = serde_json::json!({ "error": message, "Message": message, "Code": status });
+        Self::Answer(Answer::json(status, &body))
+    }
+}
+
+struct Planned {
+    method: &'static str,
+    path: String,
+    failure: Failure,
+}
+
+/// A commit of a repository, with all of the files after it.
+#[derive(Clone, Debug, Default)]
+pub struct Commit {
+    pub id: String,
+    pub title: String,
+    pub files: BTreeMap<String, Vec<u8>>,
+}
+
+/// The branch that a hub makes first is called differently by each.
+#[derive(Clone, Debug, Default)]
+pub struct Repo {
+    pub private: bool,
+    /// By branch, oldest first. Pull requests are branches `refs/pr/N`.
+    pub branches: BTreeMap<String, Vec<Commit>>,
+}
+
+impl Repo {
+    /// A branch's name, or a commit's id.
+    pub fn commit(&self, revision: &str) -> Option<&Commit> {
+        let all = || self.branches.values().flatten();
+        match self.branches.get(revision) {
+            Some(commits) => commits.last(),
+            None => all().find(|commit| commit.id == revision),
+        }
+    }
+
+    /// Adds a commit with `changed` over the files of the one before it, and returns its id.
+    pub fn push(&mut self, branch: &str, title: &str, changed: BTreeMap<String, Vec<u8>>) -> String {
+        let count = self.branches.values().map(Vec::len).sum::<usize>();
+        let commits = self.branches.entry(branch.to_owned()).or_default();
+        let mut files = commits.last().map(|last| last.files.clone()).unwrap_or_default();
+        files.extend(changed);
+        // As long as git's.
+        let id = sha256(format!("{branch} {title} {count}").as_bytes())[..40].to_owned();
+        commits.push(Commit {
+            id: id.clone(),
+            title: title.to_owned(),
+            files,
+        });
+        id
+    }
+}
+
+/// What a hub keeps.
+#[derive(Default)]
+pub struct Store {
+    /// By `owner/name`.
+    pub repos: BTreeMap<String, Repo>,
+    /// Large files that were sent, by SHA-256.
+    pub blobs: HashMap<String, Vec<u8>>,
+    /// The server's own address, for answers that hold one.
+    pub url: String,
+}
+
+#[derive(Default)]
+struct State {
+    store: Store,
+    requests: Vec<Request>,
+    planned: Vec<Planned>,
+}
+
+/// Answers on a port of its own until the test's process ends.
+pub struct Server {
+    state: Arc<Mutex<State>>,
+    address: SocketAddr,
+}
+
+/// What each hub documents; `None` where a path is not its own.
+type Contract = fn(&Request, &mut Store) -> Option<Answer>;
+const CONTRACTS: &[Contract] = &[];
+
+impl Server {
+    pub fn start() -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let state = Arc::new(Mutex::new(State::default()));
+        let server = Self {
+            state: state.clone(),
+            address,
+        };
+        server.store(|store| store.url = format!("http://{address}"));
+        thread::spawn(move || {
+            for stream in listener.incoming().flatten() {
+                let state = state.clone();
+                // A client that goes away is no failure of the server's.
+                thread::spawn(move || serve(&stream, &state));
+            }
+        });
+        server
+    }
+
+    /// `http://127.0.0.1:PORT`
+    pub fn url(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap()
+    }
+
+    /// Looks at, or changes, what the hub keeps.
+    pub fn store<T>(&self, look: impl FnOnce(&mut Store) -> T) -> T {
+        look(&mut self.state().store)
+    }
+
+    /// Plans a failure for the next request with this method whose path holds `path`; each is used once, in order.
+    pub fn fail(&self, method: &'static str, path: &str, failure: Failure) {
+        self.state().planned.push(Planned {
+            method,
+            path: path.to_owned(),
+            failure,
+        });
+    }
+
+    /// Asserts that every planned failure has happened.
+    pub fn all_failed(&self) {
+        let state = self.state();
+        let left: Vec<_> = state.planned.iter().map(|p| (p.method, &p.path)).collect();
+        assert!(left.is_empty(), "planned and not met: {left:?}; asked: {:?}", log(&state.requests));
+    }
+
+    /// What was asked since the start, or since [`Self::forget`].
+    pub fn requests(&self) -> Vec<Request> {
+        self.state().requests.clone()
+    }
+
+    /// `METHOD path` of every request.
+    pub fn log(&self) -> Vec<String> {
+        log(&self.state().requests)
+    }
+
+    pub fn forget(&self) {
+        self.state().requests.clear();
+    }
+}
+
+fn log(requests: &[Request]) -> Vec<String> {
+    requests
+        .iter()
+        .map(|r| format!("{} {} {}", r.answered, r.method, r.path))
+        .collect()
+}
+
+/// One request. `None` where the connection ended before its time, by either side.
+fn serve(stream: &TcpStream, state: &Mutex<State>) -> Option<()> {
+    let mut reader = BufReader::new(stream);
+    let mut request = head(&mut reader)?;
+    let failure = {
+        let mut state = state.lock().unwrap();
+        let met = state
+            .planned
+            .iter()
+            .position(|p| p.method == request.method && request.path.contains(&p.path));
+        met.map(|met| state.planned.remove(met).failure)
+    };
+    if let Some(Failure::CutRequest(bytes)) = failure {
+        let _ = reader.take(bytes as u64).read_to_end(&mut request.body);
+        state.lock().unwrap().requests.push(request);
+        let _ = stream.shutdown(Shutdown::Both);
+        return None;
+    }
+    if request.header("expect").eq_ignore_ascii_case("100-continue") {
+        (&*stream).write_all(b"HTTP/1.1 100 Continue\r\n\r\n").ok()?;
+    }
+    request.body = body(&mut reader, &request)?;
+    let mut answer = match &failure {
+        Some(Failure::Answer(answer)) => answer.clone(),
+        _ => {
+            let store = &mut state.lock().unwrap().store;
+            CONTRACTS
+                .iter()
+                .find_map(|contract| contract(&request, store))
+                .unwrap_or_else(|| Answer::bytes(404, b"no such page".to_vec()))
+        }
+    };
+    if let Some(Failure::Change(change)) = failure {
+        change(&mut answer);
+    }
+    request.answered = answer.status;
+    let is_head = request.method == "HEAD";
+    state.lock().unwrap().requests.push(request);
+    let mut head = format!("HTTP/1.1 {} Answer\r\nConnection: close\r\n", answer.status);
+    if !answer.headers.iter().any(|(name, _)| name == "Content-Length") {
+        answer = answer.clone().with("Content-Length", answer.body.len());
+    }
+    for (name, value) in &answer.headers {
+        head += &format!("{name}: {value}\r\n");
+    }
+    let mut out = stream;
+    out.write_all(format!("{head}\r\n").as_bytes()).ok()?;
+    let sent = match failure {
+        Some(Failure::CutAnswer(bytes)) => bytes.min(answer.body.len()),
+        _ if is_head => 0,
+        _ => answer.body.len(),
+    };
+    out.write_all(&answer.body[..sent]).ok()?;
+    let _ = stream.shutdown(Shutdown::Both);
+    Some(())
+}
+
+fn head(reader: &mut impl BufRead) -> Option<Request> {
+    let mut line = String::new();
+    let mut next = || {
+        line.clear();
+        reader.read_line(&mut line).ok()?;
+        Some(line.trim_end().to_owned())
+    };
+    let first = next()?;
+    let mut words = first.split(' ');
+    let method = words.next()?.to_owned();
+    let target = words.next()?;
+    let (path, query) = target.split_once('?').unwrap_or((target, ""));
+    let mut request = Request {
+        method,
+        path: path.to_owned(),
+        query: query.to_owned(),
+        ..Request::default()
+    };
+    loop {
+        let line = next()?;
+        let Some((name, value)) = line.split_once(':') else {
+            return Some(request);
+        };
+        request.headers.insert(name.to_lowercase(), value.trim().to_owned());
+    }
+}
+
+fn body(reader: &mut impl BufRead, request: &Request) -> Option<Vec<u8>> {
+    let mut body = Vec::new();
+    if !request.header("transfer-encoding").eq_ignore_ascii_case("chunked") {
+        let length = request.header("content-length").parse().unwrap_or(0);
+        reader.take(length).read_to_end(&mut body).ok()?;
+        return (body.len() as u64 == length).then_some(body);
+    }
+    loop {
+        let mut line = String::new();
+        reader.read_line(&mut line).ok()?;
+        let length = u64::from_str_radix(line.trim(), 16).ok()?;
+        let before = body.len() as u64;
+        reader.take(length).read_to_end(&mut body).ok()?;
+        // The line's end after the chunk.
+        reader.read_line(&mut String::new()).ok()?;
+        if length == 0 {
+            return Some(body);
+        }
+        if body.len() as u64 != before + length {
+            return None;
+        }
+    }
+}
+
+pub fn sha256(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().fold(String::new(), |mut text, byte| {
+        use std::fmt::Write;
+        write!(text, "{byte:02x}").unwrap();
+        text
+    })
+}
