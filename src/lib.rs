@@ -87,6 +87,7 @@ pub mod zoo;
 
 mod error;
 pub mod files;
+pub mod hub_cache;
 pub mod interrupt;
 pub mod linalg;
 

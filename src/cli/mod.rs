@@ -16,6 +16,10 @@ mod generate;
 mod import;
 mod inspect;
 mod progress;
+#[cfg(feature = "hub")]
+mod publish;
+#[cfg(feature = "hub")]
+mod pull;
 pub mod recipe;
 mod report;
 mod shell;
@@ -85,6 +89,10 @@ enum Command {
     Check(check::Args),
     Import(import::Args),
     Export(export::Args),
+    #[cfg(feature = "hub")]
+    Publish(publish::Args),
+    #[cfg(feature = "hub")]
+    Pull(pull::Args),
     Devices(devices::Args),
     Bench(bench::Args),
     Completions(shell::CompletionsArgs),
@@ -135,6 +143,10 @@ pub fn run(words: impl IntoIterator<Item = OsString>) -> Result<Outcome> {
         Command::Check(args) => check::run(args),
         Command::Import(args) => import::run(args),
         Command::Export(args) => export::run(args),
+        #[cfg(feature = "hub")]
+        Command::Publish(args) => publish::run(args),
+        #[cfg(feature = "hub")]
+        Command::Pull(args) => pull::run(args),
         Command::Devices(args) => devices::run(args),
         Command::Bench(args) => bench::run(args),
         Command::Completions(args) => shell::completions(args),

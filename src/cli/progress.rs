@@ -124,3 +124,43 @@ impl Progress for Meter {
         }
     }
 }
+
+/// Counts bytes that come or go.
+#[cfg(feature = "hub")]
+pub struct Transfer {
+    bar: ProgressBar,
+}
+
+#[cfg(feature = "hub")]
+impl Transfer {
+    pub fn new() -> Self {
+        // Hidden by itself where standard error is no terminal.
+        let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr());
+        if let Ok(style) = ProgressStyle::with_template(
+            "[{bar:30}] {bytes} of {total_bytes}, {bytes_per_sec}, {eta} left",
+        ) {
+            bar.set_style(style.progress_chars("=> "));
+        }
+        Self { bar }
+    }
+
+    /// Clears the bar.
+    pub fn finish(&self) {
+        self.bar.finish_and_clear();
+    }
+}
+
+#[cfg(feature = "hub")]
+impl crate::zoo::hub::Watch for Transfer {
+    fn expect(&self, count: u64) {
+        self.bar.inc_length(count);
+    }
+
+    fn bytes(&self, count: u64) {
+        self.bar.inc(count);
+    }
+
+    fn note(&self, text: &str) {
+        self.bar.suspend(|| eprintln!("{text}"));
+    }
+}

@@ -1,37 +1,12 @@
 //! Models of the Hugging Face hub: the local cache first, then the network.
 
+use std::fs;
 use std::path::{Path, PathBuf};
-use std::{env, fs};
 
+use crate::hub_cache::{self, CachedRepo, Id};
 use crate::{Error, Result};
 
-/// `owner/name[@revision]`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Id {
-    pub repo: String,
-    pub revision: String,
-}
-
-impl Id {
-    pub fn parse(locator: &str) -> Option<Self> {
-        let (repo, revision) = locator.split_once('@').unwrap_or((locator, "main"));
-        let (owner, name) = repo.split_once('/')?;
-        let plain = |part: &str| {
-            !part.is_empty()
-                && part.len() <= 96
-                && !part.starts_with(['.', '-'])
-                && !part.contains("..")
-                && part
-                    .chars()
-                    .all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
-        };
-        let plain_revision = !revision.is_empty() && revision.split('/').all(plain);
-        (plain(owner) && plain(name) && plain_revision).then(|| Self {
-            repo: repo.to_string(),
-            revision: revision.to_string(),
-        })
-    }
-}
+const MAIN: &str = "main";
 
 /// A model's files on this machine.
 pub(super) struct Snapshot {
@@ -45,58 +20,32 @@ pub(super) fn resolve(id: &Id) -> Result<Snapshot> {
         Ok(snapshot) => return Ok(snapshot),
         Err(missing) => missing,
     };
-    if offline() {
+    if hub_cache::offline() {
         return Err(Error::invalid(
-            &id.repo,
+            id.repo(),
             format!("{missing}, and HF_HUB_OFFLINE is set"),
         )
         .hint(format!(
             "run `hf download {} --revision {}` where there is a network, or unset HF_HUB_OFFLINE",
-            id.repo, id.revision
+            id.repo(),
+            id.revision_or(MAIN)
         )));
     }
     fetch(id, &missing)?;
-    cached(id).map_err(|missing| Error::invalid(&id.repo, missing))
-}
-
-fn offline() -> bool {
-    env::var("HF_HUB_OFFLINE")
-        .is_ok_and(|value| ["1", "ON", "YES", "TRUE"].contains(&value.to_uppercase().as_str()))
-}
-
-/// `HF_HUB_CACHE`, `HF_HOME/hub`, or `~/.cache/huggingface/hub`, as huggingface_hub has it.
-fn cache_folder() -> Option<PathBuf> {
-    let path = |name| {
-        env::var_os(name)
-            .filter(|value| !value.is_empty())
-            .map(PathBuf::from)
-    };
-    path("HF_HUB_CACHE")
-        .or_else(|| path("HUGGINGFACE_HUB_CACHE"))
-        .or_else(|| path("HF_HOME").map(|home| home.join("hub")))
-        .or_else(|| path("XDG_CACHE_HOME").map(|cache| cache.join("huggingface/hub")))
-        .or_else(|| env::home_dir().map(|home| home.join(".cache/huggingface/hub")))
+    cached(id).map_err(|missing| Error::invalid(id.repo(), missing))
 }
 
 /// The whole snapshot of `id` in the cache, or what is missing there.
 fn cached(id: &Id) -> Result<Snapshot, String> {
-    let cache = cache_folder().ok_or("there is no home folder to look for a cache in")?;
-    let folder = cache.join(format!("models--{}", id.repo.replace('/', "--")));
-    let absent = || {
-        format!(
-            "revision `{}` is not in the cache `{}`",
-            id.revision,
+    let cache =
+        hub_cache::hugging_face().ok_or("there is no home folder to look for a cache in")?;
+    let revision = id.revision_or(MAIN);
+    let Some((commit, snapshot)) = CachedRepo::new(&cache, id).snapshot(revision) else {
+        return Err(format!(
+            "revision `{revision}` is not in the cache `{}`",
             cache.display()
-        )
+        ));
     };
-    let commit = match fs::read_to_string(folder.join("refs").join(&id.revision)) {
-        Ok(commit) => commit.trim().to_string(),
-        Err(_) => id.revision.clone(),
-    };
-    let snapshot = folder.join("snapshots").join(&commit);
-    if commit.contains(['/', '\\']) || commit.starts_with('.') || !snapshot.is_dir() {
-        return Err(absent());
-    }
     match missing_file(&snapshot) {
         Some(name) => Err(format!(
             "`{name}` is not in the cache `{}`",
@@ -133,14 +82,14 @@ fn missing_file(snapshot: &Path) -> Option<String> {
 
 #[cfg(not(feature = "hub"))]
 fn fetch(id: &Id, missing: &str) -> Result<()> {
-    Err(Error::invalid(&id.repo, missing)
+    Err(Error::invalid(id.repo(), missing)
         .hint("this build has no feature `hub`: fetch the model into a folder, and give that"))
 }
 
 /// Fetches the files that a model needs into the cache; `HF_ENDPOINT` and `HF_TOKEN` are honoured.
 #[cfg(feature = "hub")]
 fn fetch(id: &Id, missing: &str) -> Result<()> {
-    use hf_hub::{HFClient, split_id};
+    use hf_hub::HFClient;
 
     const FILES: [&str; 7] = [
         "config.json",
@@ -152,20 +101,19 @@ fn fetch(id: &Id, missing: &str) -> Result<()> {
         "model-*.safetensors",
     ];
     let failed = |e: hf_hub::HFError| {
-        Error::invalid(&id.repo, format!("{missing}, and fetching it failed: {e}"))
+        Error::invalid(id.repo(), format!("{missing}, and fetching it failed: {e}"))
             .hint("check the id, the network, and HF_TOKEN for gated models")
     };
     let mut builder = HFClient::builder();
-    if let Some(cache) = cache_folder() {
+    if let Some(cache) = hub_cache::hugging_face() {
         builder = builder.cache_dir(cache);
     }
-    let (owner, name) = split_id(&id.repo);
     builder
         .build_sync()
         .map_err(failed)?
-        .model(owner, name)
+        .model(&id.owner, &id.name)
         .snapshot_download()
-        .revision(&id.revision)
+        .revision(id.revision_or(MAIN))
         .allow_patterns(FILES.map(String::from).to_vec())
         .send()
         .map_err(failed)?;

@@ -16,6 +16,7 @@ use super::hub;
 use super::rope::Tables;
 use super::weights::{Encoding, RowOrder, Weights, scale_name};
 use super::{Config, DecoderLayer, LmHead};
+use crate::hub_cache::Id;
 use crate::{Error, Result, files, interrupt};
 
 /// Where and in which numbers to run a model.
@@ -98,9 +99,9 @@ impl Model {
                         .hint("give the folder that holds `config.json` and `model.safetensors`"),
                 )
             }
-        } else if let Some(id) = hub::Id::parse(locator) {
+        } else if let Some(id) = Id::parse(locator) {
             let snapshot = hub::resolve(&id)?;
-            Self::open_folder(&snapshot.folder, id.repo, snapshot.commit, options)
+            Self::open_folder(&snapshot.folder, id.repo(), snapshot.commit, options)
         } else {
             Err(Error::invalid(
                 locator,

@@ -1,5 +1,6 @@
 //! `README.md` of an entry and of a zoo: what hubs show of them. Generated, so that they say what the files say.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -100,44 +101,93 @@ pub fn index(zoo: &Path) -> Result<String> {
         return Err(Error::invalid(zoo.display(), "holds no zoo entry")
             .hint("entries lie in ZOO/<org>__<model>/<tag>; `oscar calibrate` makes one"));
     }
+    let placed: Vec<(String, PathBuf)> = folders
+        .into_iter()
+        .map(|folder| {
+            let inside = folder.strip_prefix(zoo).unwrap_or(&folder);
+            let parts = inside.components();
+            let parts: Vec<_> = parts
+                .map(|part| part.as_os_str().to_string_lossy())
+                .collect();
+            (parts.join("/"), folder)
+        })
+        .collect();
+    index_of(&placed, &BTreeSet::new(), "")
+}
+
+/// The card of a zoo of `placed` entries (place in the zoo, folder on disk) and of `others`, places alone, whose rows
+/// are those of the `older` card.
+///
+/// # Errors
+/// An entry that cannot be read.
+pub fn index_of(
+    placed: &[(String, PathBuf)],
+    others: &BTreeSet<String>,
+    older: &str,
+) -> Result<String> {
+    let mut rows = BTreeMap::new();
+    for (place, folder) in placed {
+        rows.insert(place.as_str(), row(place, folder)?);
+    }
+    for place in others {
+        let link = format!("]({})", link(place));
+        let old = older
+            .lines()
+            .find(|line| line.starts_with("| ") && line.contains(&link));
+        let (model, tag) = place.split_once('/').unwrap_or((place, place));
+        rows.entry(place).or_insert_with(|| match old {
+            Some(row) => row.to_owned(),
+            None => format!(
+                "| {} | [{}{link} | – | – | not measured | – | – | – |",
+                markdown(&model.replacen("__", "/", 1)),
+                markdown(tag),
+            ),
+        });
+    }
     let mut text = format!(
         "<!-- {GENERATED} -->\n\n# Zoo\n\n2-bit KV caches, calibrated: a folder an entry. KL divergence, top-1 \
          agreement and perplexity are against full precision, each entry’s own card says on what.\n\n\
          | model | entry | scope | bits at 128K | KL (nats) | top-1 | perplexity | full precision |\n\
          |---|---|---|---|---|---|---|---|\n"
     );
-    for folder in folders {
-        let entry = Entry::open(&folder)?;
-        let (report, _) = measured(&entry, &folder)?;
-        let inside = folder.strip_prefix(zoo).unwrap_or(&folder);
-        let link: Vec<String> = inside
-            .components()
-            .map(|part| url(&part.as_os_str().to_string_lossy()))
-            .collect();
-        let name = folder
-            .file_name()
-            .map_or_else(String::new, |name| name.to_string_lossy().into_owned());
-        let numbers = match report.as_ref().and_then(|r| Some((r, r.methods.first()?))) {
-            Some((report, m)) => format!(
-                "{:.2} | {} | {:.1} % | {:.2} | {:.2}",
-                m.bits_per_element_128k,
-                significant(m.kl, 3),
-                m.top1 * 100.0,
-                m.perplexity,
-                report.reference.perplexity
-            ),
-            None => "– | not measured | – | – | –".to_owned(),
-        };
-        let _ = writeln!(
-            text,
-            "| {} | [{}]({}) | {} | {numbers} |",
-            markdown(&entry.metadata.model.id),
-            markdown(&name),
-            link.join("/"),
-            entry.metadata.scope,
-        );
+    for row in rows.values() {
+        text += row;
+        text.push('\n');
     }
     Ok(text)
+}
+
+/// Whether a card was made here, so that it may be made anew.
+pub fn is_generated(card: &str) -> bool {
+    card.contains(GENERATED)
+}
+
+fn link(place: &str) -> String {
+    place.split('/').map(url).collect::<Vec<_>>().join("/")
+}
+
+fn row(place: &str, folder: &Path) -> Result<String> {
+    let entry = Entry::open(folder)?;
+    let (report, _) = measured(&entry, folder)?;
+    let name = place.rsplit('/').next().unwrap_or(place);
+    let numbers = match report.as_ref().and_then(|r| Some((r, r.methods.first()?))) {
+        Some((report, m)) => format!(
+            "{:.2} | {} | {:.1} % | {:.2} | {:.2}",
+            m.bits_per_element_128k,
+            significant(m.kl, 3),
+            m.top1 * 100.0,
+            m.perplexity,
+            report.reference.perplexity
+        ),
+        None => "– | not measured | – | – | –".to_owned(),
+    };
+    Ok(format!(
+        "| {} | [{}]({}) | {} | {numbers} |",
+        markdown(&entry.metadata.model.id),
+        markdown(name),
+        link(place),
+        entry.metadata.scope,
+    ))
 }
 
 fn text(

@@ -4,6 +4,8 @@
 //! One connection serves one request, so that a cut connection is a cut request.
 #![allow(dead_code)]
 
+pub mod hugging_face;
+
 use std::collections::{BTreeMap, HashMap};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -174,6 +176,8 @@ pub struct Store {
     pub repos: BTreeMap<String, Repo>,
     /// Large files that were sent, by SHA-256.
     pub blobs: HashMap<String, Vec<u8>>,
+    /// Chunks of large files, by Xet's hash.
+    pub xorbs: HashMap<String, Vec<u8>>,
     /// The server's own address, for answers that hold one.
     pub url: String,
 }
@@ -193,7 +197,7 @@ pub struct Server {
 
 /// What each hub documents; `None` where a path is not its own.
 type Contract = fn(&Request, &mut Store) -> Option<Answer>;
-const CONTRACTS: &[Contract] = &[];
+const CONTRACTS: &[Contract] = &[hugging_face::answer];
 
 impl Server {
     pub fn start() -> Self {
@@ -376,9 +380,10 @@ fn body(reader: &mut impl BufRead, request: &Request) -> Option<Vec<u8>> {
 }
 
 pub fn sha256(bytes: &[u8]) -> String {
-    Sha256::digest(bytes).iter().fold(String::new(), |mut text, byte| {
-        use std::fmt::Write;
-        write!(text, "{byte:02x}").unwrap();
-        text
-    })
+    hex(&Sha256::digest(bytes))
+}
+
+/// Lower-case hexadecimal.
+pub fn hex(bytes: &[u8]) -> String {
+    oscar_kv::files::hex(bytes)
 }

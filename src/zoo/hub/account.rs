@@ -3,6 +3,8 @@
 use std::fmt;
 use std::time::Duration;
 
+use serde_json::Value;
+
 use super::Upload;
 use super::retry::Failure;
 use crate::Error;
@@ -46,25 +48,24 @@ pub(super) struct Account {
 impl Account {
     /// An error about this repository. `problem` may hold what the hub said.
     pub fn error(&self, problem: impl fmt::Display) -> Error {
-        Error::invalid(&self.repo, self.redacted(&problem.to_string()))
+        Error::invalid(&self.repo, self.shown(&problem.to_string()))
     }
 
-    /// Without the token, if a hub's answer repeats it.
-    fn redacted(&self, text: &str) -> String {
+    /// Text of a hub as it may be shown: without the token, if it is repeated, and without what moves a cursor.
+    pub fn shown(&self, text: &str) -> String {
+        let text = text.replace(|c: char| c.is_control() && c != '\n', "");
         match &self.token {
             Some(token) => text.replace(token.secret(), "[token]"),
-            None => text.to_owned(),
+            None => text,
         }
     }
 
     /// The hub could not be reached, or the connection broke: worth another attempt.
     pub fn unreachable(&self, problem: impl fmt::Display) -> Failure {
-        Failure::Passing {
-            error: self
-                .error(format!("{} cannot be reached: {problem}", self.hub))
+        Failure::Broken(
+            self.error(format!("{} cannot be reached: {problem}", self.hub))
                 .hint("check the network; what was sent already is not sent again"),
-            after: None,
-        }
+        )
     }
 
     /// What an answer with an error status means. `said` is the hub's own message, `files` what was being sent.
@@ -76,8 +77,7 @@ impl Account {
         files: &[Upload],
     ) -> Failure {
         let hub = self.hub;
-        // Before it is cut: half a token is still shown.
-        let said = brief(&self.redacted(said));
+        let said = self.brief(said);
         let with = |problem: &str| match said.as_str() {
             "" => self.error(format!("{problem} (HTTP {status})")),
             said => self.error(format!("{problem}: {said} (HTTP {status})")),
@@ -115,20 +115,28 @@ impl Account {
             _ => Failure::Final(error),
         }
     }
-}
 
-/// One line of what a hub said; pages for browsers say nothing here.
-fn brief(said: &str) -> String {
-    const CHARACTERS: usize = 300;
-    let said = said.trim();
-    if said.starts_with('<') {
-        return String::new();
+    /// One line of what the hub said: the message in its JSON, or the text; pages for browsers say nothing here.
+    fn brief(&self, said: &str) -> String {
+        const CHARACTERS: usize = 300;
+        let json: Option<Value> = serde_json::from_str(said).ok();
+        let message = json.as_ref().and_then(|json| {
+            ["error", "Message", "message"]
+                .into_iter()
+                .find_map(|key| json.get(key)?.as_str())
+        });
+        let said = message.unwrap_or(said).trim();
+        if said.starts_with('<') {
+            return String::new();
+        }
+        let line = said.split_whitespace().collect::<Vec<_>>().join(" ");
+        // Before it is cut: half a token is a secret, too.
+        let line = self.shown(&line);
+        if line.chars().count() <= CHARACTERS {
+            return line;
+        }
+        line.chars().take(CHARACTERS).chain(['…']).collect()
     }
-    let line = said.split_whitespace().collect::<Vec<_>>().join(" ");
-    if line.chars().count() <= CHARACTERS {
-        return line;
-    }
-    line.chars().take(CHARACTERS).chain(['…']).collect()
 }
 
 #[cfg(test)]
@@ -146,7 +154,9 @@ mod tests {
 
     fn error(failure: Failure) -> String {
         match failure {
-            Failure::Final(error) | Failure::Passing { error, .. } => error.to_string(),
+            Failure::Final(error) | Failure::Broken(error) | Failure::Passing { error, .. } => {
+                error.to_string()
+            }
         }
     }
 
@@ -194,7 +204,13 @@ mod tests {
     }
 
     #[test]
-    fn pages_for_browsers_are_left_out() {
+    fn what_the_hub_says_is_one_line() {
+        let message =
+            error(account().refused(403, r#"{"error": "not\nyours", "x": 1}"#, None, &[]));
+        assert!(
+            message.contains("the token may not do this: not yours (HTTP 403)"),
+            "{message}"
+        );
         let message = error(account().refused(502, "<html><body>nginx", None, &[]));
         assert!(!message.contains("nginx"), "{message}");
     }

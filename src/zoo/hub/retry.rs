@@ -25,6 +25,8 @@ const LONGEST: Duration = Duration::from_secs(300);
 pub(super) enum Failure {
     /// The next attempt will fail in the same way.
     Final(Error),
+    /// The connection broke: the hub may have done what was asked, or not.
+    Broken(Error),
     /// Another attempt may succeed, not before `after` where the hub named a time.
     Passing {
         error: Error,
@@ -65,6 +67,7 @@ impl Retry {
             let (error, after) = match attempt() {
                 Ok(done) => return Ok(done),
                 Err(Failure::Final(error)) => return Err(error),
+                Err(Failure::Broken(error)) => (error, None),
                 Err(Failure::Passing { error, after }) => (error, after),
             };
             if let Some(after) = after.filter(|after| *after > LONGEST) {
@@ -122,6 +125,8 @@ mod tests {
     struct Notes(Mutex<Vec<String>>);
 
     impl Watch for Notes {
+        fn expect(&self, _: u64) {}
+
         fn bytes(&self, _: u64) {}
 
         fn note(&self, text: &str) {
