@@ -38,7 +38,14 @@ pub fn answer(request: &Request, store: &mut Store) -> Option<Answer> {
         }
         ("GET" | "HEAD", [owner, name, "resolve", revision, path @ ..]) => {
             let path: Vec<String> = path.iter().map(|part| decoded(part)).collect();
-            resolve(request, store, owner, name, &decoded(revision), &path.join("/"))
+            resolve(
+                request,
+                store,
+                owner,
+                name,
+                &decoded(revision),
+                &path.join("/"),
+            )
         }
         ("GET" | "HEAD", ["cdn", sha256]) => {
             let found = store.blobs.get(*sha256)?;
@@ -79,7 +86,11 @@ fn create(request: &Request, store: &mut Store) -> Answer {
     }
     let asked = request.json();
     assert_eq!(asked["type"], "model");
-    let id = format!("{}/{}", asked["organization"].as_str().unwrap(), asked["name"].as_str().unwrap());
+    let id = format!(
+        "{}/{}",
+        asked["organization"].as_str().unwrap(),
+        asked["name"].as_str().unwrap()
+    );
     if store.repos.contains_key(&id) {
         return refused(409, "", "You already created this model repo");
     }
@@ -88,7 +99,11 @@ fn create(request: &Request, store: &mut Store) -> Answer {
         ..Repo::default()
     };
     let attributes = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n".to_vec();
-    repo.push("main", "initial commit", BTreeMap::from([(".gitattributes".to_owned(), attributes)]));
+    repo.push(
+        "main",
+        "initial commit",
+        BTreeMap::from([(".gitattributes".to_owned(), attributes)]),
+    );
     store.repos.insert(id.clone(), repo);
     Answer::json(200, &json!({ "url": format!("{}/{id}", store.url) }))
 }
@@ -109,10 +124,18 @@ fn info(request: &Request, store: &mut Store, owner: &str, name: &str, revision:
         Err(refused) => return refused,
     };
     let Some(commit) = repo.commit(revision) else {
-        return refused(404, "RevisionNotFound", &format!("Invalid rev id: {revision}"));
+        return refused(
+            404,
+            "RevisionNotFound",
+            &format!("Invalid rev id: {revision}"),
+        );
     };
     let blobs = request.query.contains("blobs=");
-    let siblings: Vec<Value> = commit.files.iter().map(|(path, bytes)| sibling(path, bytes, blobs)).collect();
+    let siblings: Vec<Value> = commit
+        .files
+        .iter()
+        .map(|(path, bytes)| sibling(path, bytes, blobs))
+        .collect();
     Answer::json(
         200,
         &json!({
@@ -167,8 +190,16 @@ fn preupload(request: &Request, store: &mut Store, owner: &str, name: &str) -> A
 fn batch(request: &Request) -> Answer {
     let asked = request.json();
     assert_eq!(asked["operation"], "upload");
-    assert!(asked["transfers"].as_array().unwrap().contains(&json!("xet")));
-    Answer::json(200, &json!({ "transfer": "xet", "objects": asked["objects"] }))
+    assert!(
+        asked["transfers"]
+            .as_array()
+            .unwrap()
+            .contains(&json!("xet"))
+    );
+    Answer::json(
+        200,
+        &json!({ "transfer": "xet", "objects": asked["objects"] }),
+    )
 }
 
 fn xet_token(request: &Request, store: &Store) -> Answer {
@@ -192,7 +223,10 @@ fn xorb(request: &Request, store: &mut Store, hash: &str) -> Answer {
     let mut whole = Vec::new();
     let (_, found) = reconstruct_xorb_with_footer(&mut whole, &request.body).unwrap();
     assert_eq!(found.hex(), hash);
-    let inserted = store.xorbs.insert(hash.to_owned(), request.body.clone()).is_none();
+    let inserted = store
+        .xorbs
+        .insert(hash.to_owned(), request.body.clone())
+        .is_none();
     Answer::json(200, &json!({ "was_inserted": inserted }))
 }
 
@@ -207,7 +241,9 @@ fn shard(request: &Request, store: &mut Store) -> Answer {
         let mut bytes = Vec::new();
         for entry in (0..file.num_entries()).map(|entry| file.entry(entry)) {
             let mut whole = Vec::new();
-            let (xorb, _) = reconstruct_xorb_with_footer(&mut whole, &store.xorbs[&entry.xorb_hash.hex()]).unwrap();
+            let (xorb, _) =
+                reconstruct_xorb_with_footer(&mut whole, &store.xorbs[&entry.xorb_hash.hex()])
+                    .unwrap();
             let part = xorb
                 .get_bytes_by_chunk_range(
                     &mut Cursor::new(whole),
@@ -240,10 +276,21 @@ fn commit(request: &Request, store: &mut Store, owner: &str, name: &str, branch:
     let header = &lines[0]["value"];
     assert_eq!(lines[0]["key"], "header");
     let Some(head) = repo.commit(branch).map(|commit: &Commit| commit.id.clone()) else {
-        return refused(404, "RevisionNotFound", &format!("Invalid rev id: {branch}"));
+        return refused(
+            404,
+            "RevisionNotFound",
+            &format!("Invalid rev id: {branch}"),
+        );
     };
-    if header.get("parentCommit").is_some_and(|parent| *parent != json!(head)) {
-        return refused(412, "", "A commit has happened since. Please refresh and try again.");
+    if header
+        .get("parentCommit")
+        .is_some_and(|parent| *parent != json!(head))
+    {
+        return refused(
+            412,
+            "",
+            "A commit has happened since. Please refresh and try again.",
+        );
     }
     let (mut changed, mut removed) = (BTreeMap::new(), Vec::new());
     for line in &lines[1..] {
@@ -252,11 +299,16 @@ fn commit(request: &Request, store: &mut Store, owner: &str, name: &str, branch:
         match line["key"].as_str().unwrap() {
             "file" => {
                 assert!(!is_large(&path), "{path} was sent inline");
-                changed.insert(path, STANDARD.decode(value["content"].as_str().unwrap()).unwrap());
+                changed.insert(
+                    path,
+                    STANDARD.decode(value["content"].as_str().unwrap()).unwrap(),
+                );
             }
             "lfsFile" => match blobs.get(value["oid"].as_str().unwrap()) {
                 Some(bytes) => drop(changed.insert(path, bytes.clone())),
-                None => return refused(400, "", "LFS pointer pointed to a file that does not exist"),
+                None => {
+                    return refused(400, "", "LFS pointer pointed to a file that does not exist");
+                }
             },
             "deletedFile" => removed.push(path),
             other => panic!("{other} in a commit"),
@@ -297,7 +349,11 @@ fn resolve(
         Err(refused) => return refused,
     };
     let Some(commit) = repo.commit(revision) else {
-        return refused(404, "RevisionNotFound", &format!("Invalid rev id: {revision}"));
+        return refused(
+            404,
+            "RevisionNotFound",
+            &format!("Invalid rev id: {revision}"),
+        );
     };
     let Some(bytes) = commit.files.get(path).cloned() else {
         return refused(404, "EntryNotFound", "Entry not found").with("X-Repo-Commit", &commit.id);

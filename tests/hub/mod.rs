@@ -5,15 +5,19 @@
 #![allow(dead_code)]
 
 pub mod hugging_face;
+pub mod local;
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread;
 
 use serde_json::Value;
 use sha2::{Digest, Sha256};
+use tempfile::TempDir;
 
 /// The one token that hubs here know. It may write everywhere.
 pub const TOKEN: &str = "hf_0123456789abcdefSECRET";
@@ -88,7 +92,9 @@ impl Answer {
         };
         let whole = self.body.len();
         let from: usize = from.parse().unwrap();
-        let to = to.parse().map_or(whole, |last: usize| (last + 1).min(whole));
+        let to = to
+            .parse()
+            .map_or(whole, |last: usize| (last + 1).min(whole));
         if from >= to {
             return Self::bytes(416, Vec::new()).with("Content-Range", format!("bytes */{whole}"));
         }
@@ -110,6 +116,8 @@ pub enum Failure {
     CutAnswer(usize),
     /// The request has its effect; this is done to its answer.
     Change(fn(&mut Answer)),
+    /// Someone else does this first; then the request is answered as usual.
+    Meanwhile(fn(&mut Store)),
 }
 
 impl Failure {
@@ -153,10 +161,18 @@ impl Repo {
     }
 
     /// Adds a commit with `changed` over the files of the one before it, and returns its id.
-    pub fn push(&mut self, branch: &str, title: &str, changed: BTreeMap<String, Vec<u8>>) -> String {
+    pub fn push(
+        &mut self,
+        branch: &str,
+        title: &str,
+        changed: BTreeMap<String, Vec<u8>>,
+    ) -> String {
         let count = self.branches.values().map(Vec::len).sum::<usize>();
         let commits = self.branches.entry(branch.to_owned()).or_default();
-        let mut files = commits.last().map(|last| last.files.clone()).unwrap_or_default();
+        let mut files = commits
+            .last()
+            .map(|last| last.files.clone())
+            .unwrap_or_default();
         files.extend(changed);
         // As long as git's.
         let id = sha256(format!("{branch} {title} {count}").as_bytes())[..40].to_owned();
@@ -246,7 +262,11 @@ impl Server {
     pub fn all_failed(&self) {
         let state = self.state();
         let left: Vec<_> = state.planned.iter().map(|p| (p.method, &p.path)).collect();
-        assert!(left.is_empty(), "planned and not met: {left:?}; asked: {:?}", log(&state.requests));
+        assert!(
+            left.is_empty(),
+            "planned and not met: {left:?}; asked: {:?}",
+            log(&state.requests)
+        );
     }
 
     /// What was asked since the start, or since [`Self::forget`].
@@ -262,6 +282,104 @@ impl Server {
     pub fn forget(&self) {
         self.state().requests.clear();
     }
+}
+
+/// A machine with a cache and a login of its own, whose hubs are a server here.
+pub struct Machine {
+    /// Its home folder.
+    pub home: TempDir,
+    url: String,
+    variables: BTreeMap<&'static str, String>,
+}
+
+impl Machine {
+    /// Logged in by [`TOKEN`] in the environment.
+    pub fn new(server: &Server) -> Self {
+        let variables = ["HF_TOKEN", "MODELSCOPE_API_TOKEN"];
+        Self {
+            home: TempDir::new().unwrap(),
+            url: server.url(),
+            variables: variables.map(|name| (name, TOKEN.to_owned())).into(),
+        }
+    }
+
+    #[must_use]
+    pub fn with(mut self, variable: &'static str, value: &str) -> Self {
+        self.variables.insert(variable, value.to_owned());
+        self
+    }
+
+    #[must_use]
+    pub fn without(mut self, variable: &'static str) -> Self {
+        self.variables.remove(variable);
+        self
+    }
+
+    pub fn at(&self, path: &str) -> PathBuf {
+        self.home.path().join(path)
+    }
+
+    /// Sets the environment of a command: this one alone, whatever that of the test is.
+    pub fn environment(&self, command: &mut Command) {
+        command
+            .env_clear()
+            .env("PATH", std::env::var_os("PATH").unwrap_or_default())
+            .env("HOME", self.home.path())
+            .env("HF_HOME", self.at("hf"))
+            .env("MODELSCOPE_CACHE", self.at("ms"))
+            .env("HF_ENDPOINT", &self.url)
+            .env("MODELSCOPE_ENDPOINT", &self.url)
+            .env("OSCAR_RETRY_DELAY_MS", "2")
+            .envs(&self.variables);
+    }
+
+    /// Runs `oscar`. It shows no token, whatever happens.
+    pub fn oscar(&self, arguments: &[&str]) -> Ran {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_oscar"));
+        self.environment(&mut command);
+        let output = command
+            .args(arguments)
+            .stdin(Stdio::null())
+            .output()
+            .unwrap();
+        let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+        let ran = Ran {
+            code: output.status.code(),
+            out: text(output.stdout),
+            err: text(output.stderr),
+        };
+        for shown in [&ran.out, &ran.err] {
+            assert!(
+                !shown.contains(TOKEN),
+                "{arguments:?} shows the token: {shown}"
+            );
+            assert!(!shown.contains("panicked"), "{arguments:?}: {shown}");
+        }
+        ran
+    }
+
+    /// Runs what must succeed; its standard output.
+    pub fn fine(&self, arguments: &[&str]) -> String {
+        let ran = self.oscar(arguments);
+        assert_eq!(ran.code, Some(0), "{arguments:?}: {}", ran.err);
+        ran.out
+    }
+
+    /// Runs what must be refused with exit code 2 and nothing on standard output; the message.
+    pub fn refused(&self, arguments: &[&str]) -> String {
+        let ran = self.oscar(arguments);
+        assert_eq!(ran.code, Some(2), "{arguments:?}: {} {}", ran.out, ran.err);
+        assert_eq!(ran.out, "", "{arguments:?}");
+        assert_eq!(ran.err.matches("error: ").count(), 1, "{}", ran.err);
+        ran.err
+    }
+}
+
+/// How a command ended.
+pub struct Ran {
+    pub code: Option<i32>,
+    pub out: String,
+    pub err: String,
 }
 
 fn log(requests: &[Request]) -> Vec<String> {
@@ -289,14 +407,22 @@ fn serve(stream: &TcpStream, state: &Mutex<State>) -> Option<()> {
         let _ = stream.shutdown(Shutdown::Both);
         return None;
     }
-    if request.header("expect").eq_ignore_ascii_case("100-continue") {
-        (&*stream).write_all(b"HTTP/1.1 100 Continue\r\n\r\n").ok()?;
+    if request
+        .header("expect")
+        .eq_ignore_ascii_case("100-continue")
+    {
+        (&*stream)
+            .write_all(b"HTTP/1.1 100 Continue\r\n\r\n")
+            .ok()?;
     }
     request.body = body(&mut reader, &request)?;
     let mut answer = match &failure {
         Some(Failure::Answer(answer)) => answer.clone(),
         _ => {
             let store = &mut state.lock().unwrap().store;
+            if let Some(Failure::Meanwhile(happens)) = failure {
+                happens(store);
+            }
             CONTRACTS
                 .iter()
                 .find_map(|contract| contract(&request, store))
@@ -310,7 +436,11 @@ fn serve(stream: &TcpStream, state: &Mutex<State>) -> Option<()> {
     let is_head = request.method == "HEAD";
     state.lock().unwrap().requests.push(request);
     let mut head = format!("HTTP/1.1 {} Answer\r\nConnection: close\r\n", answer.status);
-    if !answer.headers.iter().any(|(name, _)| name == "Content-Length") {
+    if !answer
+        .headers
+        .iter()
+        .any(|(name, _)| name == "Content-Length")
+    {
         answer = answer.clone().with("Content-Length", answer.body.len());
     }
     for (name, value) in &answer.headers {
@@ -351,13 +481,18 @@ fn head(reader: &mut impl BufRead) -> Option<Request> {
         let Some((name, value)) = line.split_once(':') else {
             return Some(request);
         };
-        request.headers.insert(name.to_lowercase(), value.trim().to_owned());
+        request
+            .headers
+            .insert(name.to_lowercase(), value.trim().to_owned());
     }
 }
 
 fn body(reader: &mut impl BufRead, request: &Request) -> Option<Vec<u8>> {
     let mut body = Vec::new();
-    if !request.header("transfer-encoding").eq_ignore_ascii_case("chunked") {
+    if !request
+        .header("transfer-encoding")
+        .eq_ignore_ascii_case("chunked")
+    {
         let length = request.header("content-length").parse().unwrap_or(0);
         reader.take(length).read_to_end(&mut body).ok()?;
         return (body.len() as u64 == length).then_some(body);
