@@ -26,6 +26,10 @@ const COMMANDS: &[&str] = &[
     "check",
     "import",
     "export",
+    #[cfg(feature = "hub")]
+    "publish",
+    #[cfg(feature = "hub")]
+    "pull",
     "bench",
     "completions",
     "man",
