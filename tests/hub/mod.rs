@@ -330,6 +330,7 @@ impl Machine {
             .env("HF_ENDPOINT", &self.url)
             .env("MODELSCOPE_ENDPOINT", &self.url)
             .env("OSCAR_RETRY_DELAY_MS", "2")
+            .env("HF_XET_CLIENT_RETRY_BASE_DELAY", "10ms")
             .envs(&self.variables);
     }
 
