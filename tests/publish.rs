@@ -208,7 +208,9 @@ fn new_tensors_take_untrue_measurements_away() {
     let server = Server::start();
     let machine = Machine::new(&server);
     let folder = entry(&machine.at("balanced"), "org/toy", 1);
-    fs::write(folder.join("metrics.json"), "{}").unwrap();
+    for name in ["metrics.json", "README.md"] {
+        fs::write(folder.join(name), "{}").unwrap();
+    }
     let publish = ["publish", text(&folder), "--to", "hf:org/toy-kv"];
     machine.fine(&publish);
     server.store(|store| {
@@ -228,12 +230,16 @@ fn new_tensors_take_untrue_measurements_away() {
     assert_eq!(sent[TENSORS], fs::read(folder.join(TENSORS)).unwrap());
 }
 
+fn arguments<'a>(folder: &'a Path, more: &[&'a str]) -> Vec<&'a str> {
+    [&["publish", text(folder)], more].concat()
+}
+
 #[test]
 fn private_repositories_branches_and_pull_requests() {
     let server = Server::start();
     let machine = Machine::new(&server);
     let folder = entry(&machine.at("balanced"), "org/toy", 1);
-    let publish = |more: &[&str]| [&["publish", text(&folder)], more].concat();
+    let publish = |more: &[&'static str]| arguments(&folder, more);
     let message = machine.refused(&publish(&["--to", "hf:org/kv", "--pull-request"]));
     assert!(message.contains("no such repository"), "{message}");
     let message = machine.refused(&publish(&["--to", "hf:org/kv@next"]));
@@ -419,7 +425,7 @@ fn the_pause_that_the_hub_asks_for_is_kept() {
     let (server, machine, publish) = ready();
     let busy = |seconds: u32| {
         let answer = Answer::json(429, &serde_json::json!({ "error": "slow down" }));
-        Failure::Answer(answer.with("Retry-After", seconds))
+        Failure::Answer(answer.with("Retry-After", seconds.to_string()))
     };
     server.fail("POST", "/commit/", busy(1));
     let start = Instant::now();

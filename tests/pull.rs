@@ -279,9 +279,8 @@ fn a_file_with_another_hash_does_not_stay() {
     let offline = machine.with("HF_HUB_OFFLINE", "1");
     let message = offline.refused(&["pull", "hf:org/kv"]);
     assert!(message.contains("damaged"), "{message}");
-    let out = offline
-        .without("HF_HUB_OFFLINE")
-        .fine(&["pull", "hf:org/kv"]);
+    let online = offline.without("HF_HUB_OFFLINE");
+    let out = online.fine(&["pull", "hf:org/kv"]);
     assert_eq!(fs::read(pulled(&out).join("README.md")).unwrap(), b"a card");
 }
 

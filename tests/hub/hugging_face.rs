@@ -27,9 +27,7 @@ pub fn answer(request: &Request, store: &mut Store) -> Option<Answer> {
         ("POST", ["api", "models", owner, name, "preupload", _]) => {
             preupload(request, store, owner, name)
         }
-        ("POST", [_, name, "info", "lfs", "objects", "batch"]) if name.ends_with(".git") => {
-            batch(request)
-        }
+        ("POST", [_, _, "info", "lfs", "objects", "batch"]) => batch(request),
         ("GET", ["api", "models", _, _, "xet-write-token", _]) => xet_token(request, store),
         ("POST", ["v1", "xorbs", "default", hash]) => xorb(request, store, hash),
         ("POST", ["v1", "shards"]) => shard(request, store),
@@ -74,9 +72,12 @@ fn seen<'a>(
 ) -> Result<&'a mut Repo, Answer> {
     let found = store.repos.get_mut(&format!("{owner}/{name}"));
     let found = found.filter(|repo| !repo.private || request.is_authorized());
-    found.ok_or_else(|| match request.is_authorized() {
-        true => refused(404, "RepoNotFound", "Repository not found"),
-        false => refused(401, "RepoNotFound", "Invalid username or password."),
+    found.ok_or_else(|| {
+        if request.is_authorized() {
+            refused(404, "RepoNotFound", "Repository not found")
+        } else {
+            refused(401, "RepoNotFound", "Invalid username or password.")
+        }
     })
 }
 
@@ -372,6 +373,6 @@ fn resolve(
         .with("Location", format!("{url}/cdn/{hash}"))
         .with("ETag", format!("\"{hash}\""))
         .with("X-Linked-ETag", format!("\"{hash}\""))
-        .with("X-Linked-Size", size)
+        .with("X-Linked-Size", size.to_string())
         .with("X-Repo-Commit", commit)
 }

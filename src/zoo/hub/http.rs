@@ -22,7 +22,7 @@ const USER_AGENT: &str = concat!("oscar-kv/", env!("CARGO_PKG_VERSION"));
 const CONNECT: Duration = Duration::from_secs(10);
 
 /// How long nothing may come.
-const STILL: Duration = Duration::from_secs(60);
+const STILL: Duration = Duration::from_mins(1);
 
 /// A client that gives up on a connection that stands still: before the answer, or in the midst of it. A request with
 /// a large body takes a `timeout` of its own, which counts until the answer begins.

@@ -153,7 +153,7 @@ impl HuggingFace {
             .maybe_parent_commit(commit.parent)
             .progress(Progress::new(Sent::new(self.watch.clone())))
             .send()
-            .map_err(|e| self.failure(e, commit.files))?;
+            .map_err(|e| self.failure(&e, commit.files))?;
         // The hub says where the pull request is, and `hf-hub` 1.0 reads it under another name.
         let address = if commit.pull_request {
             done.pr_url
@@ -170,8 +170,8 @@ impl HuggingFace {
         format!("{endpoint}/{}", self.locator.id.repo())
     }
 
-    fn failure(&self, error: HFError, files: &[Upload]) -> Failure {
-        let (context, after) = match &error {
+    fn failure(&self, error: &HFError, files: &[Upload]) -> Failure {
+        let (context, after) = match error {
             HFError::RateLimited {
                 retry_after,
                 context,
@@ -219,7 +219,7 @@ impl Hub for HuggingFace {
                 .exist_ok(true)
                 .send()
                 .map(drop)
-                .map_err(|e| self.failure(e, &[]))
+                .map_err(|e| self.failure(&e, &[]))
         })
     }
 

@@ -79,7 +79,7 @@ impl Upload {
         }
         match &remote.content {
             ContentId::Sha256(sha256) => Ok(*sha256 == self.sha256),
-            git => git.is_of(&self.source),
+            git @ ContentId::GitBlob(_) => git.is_of(&self.source),
         }
     }
 }

@@ -19,7 +19,7 @@ const DELAY_MS: u64 = 500;
 const DELAY_VARIABLE: &str = "OSCAR_RETRY_DELAY_MS";
 
 /// Nobody waits longer than this for an answer to one request, whatever `Retry-After` says.
-const LONGEST: Duration = Duration::from_secs(300);
+const LONGEST: Duration = Duration::from_mins(5);
 
 /// How an attempt failed.
 pub(super) enum Failure {
@@ -195,7 +195,7 @@ mod tests {
         let mut attempts = 0;
         let error = retry.run::<()>(|| {
             attempts += 1;
-            Err(passing(Some(Duration::from_secs(3600))))
+            Err(passing(Some(Duration::from_hours(1))))
         });
         assert!(error.unwrap_err().to_string().contains("pause of 3600 s"));
         assert_eq!(attempts, 1);
