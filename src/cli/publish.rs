@@ -14,7 +14,7 @@ use super::common::{Format, entry_folder, print, print_json};
 use super::progress::Transfer;
 use crate::report::card;
 use crate::zoo::hub::{
-    self, Change, Commit, FILES, Hub, Layout, Locator, Plan, Snapshot, Upload, Watch, inside,
+    self, Change, Commit, Hub, Layout, Locator, Plan, Snapshot, Upload, Watch, inside,
 };
 use crate::zoo::{self, Entry};
 use crate::{Error, files};
@@ -184,7 +184,7 @@ fn uploads(
     let (mut uploads, mut placed) = (Vec::new(), Vec::new());
     for (number, local) in locals.iter().enumerate() {
         let place = layout.place(&local.model, &local.tag)?;
-        for name in FILES {
+        for name in zoo::FILES {
             let mut source = local.folder.join(name);
             if name == card::FILE && !source.is_file() {
                 source = made.path().join(format!("{number}.md"));

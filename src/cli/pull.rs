@@ -10,7 +10,7 @@ use anyhow::Result;
 use super::Outcome;
 use super::common::{Format, print, print_json};
 use super::progress::Transfer;
-use crate::zoo::hub::{self, FILES, Locator, Wanted};
+use crate::zoo::hub::{self, Locator, Wanted};
 use crate::zoo::{self, Entry};
 use crate::{Error, files};
 
@@ -87,13 +87,13 @@ fn copy(from: &Path, to: &Path, force: bool) -> Result<()> {
         Entry::check_place(to, &model.id, &model.weights_fingerprint)?;
     }
     // Removed first: after a crash in between, an entry may lack metrics, but never have another's.
-    for name in FILES.iter().filter(|name| **name != zoo::FILE) {
+    for name in zoo::FILES.iter().filter(|name| **name != zoo::FILE) {
         let to = to.join(name);
         if to.is_file() {
             fs::remove_file(&to).map_err(Error::io("remove", &to))?;
         }
     }
-    for name in FILES {
+    for name in zoo::FILES {
         let (from, to) = (from.join(name), to.join(name));
         if from.is_file() {
             let bytes = files::read(&from)?;

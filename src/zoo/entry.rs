@@ -24,8 +24,8 @@ pub const RECIPE: &str = "recipe.toml";
 /// Headers up to this size are read whatever the size of the file.
 const LEAST_HEADER_LIMIT: usize = 256 << 10;
 
-/// What is said of the tensors, and a new fit makes untrue.
-const DERIVED: [&str; 4] = ["metrics.json", "report.html", "README.md", RECIPE];
+/// All files of an entry. Those after the tensors are said of them, and a new fit makes them untrue.
+pub const FILES: [&str; 5] = [FILE, "README.md", "metrics.json", "report.html", RECIPE];
 
 /// Rotations of one model.
 #[derive(Clone, Debug, PartialEq)]
@@ -191,7 +191,7 @@ impl Entry {
             Self::check_place(folder, &model.id, &model.weights_fingerprint)?;
         }
         // Removed first: after a crash in between, an entry may lack metrics, but never have another's.
-        for name in DERIVED {
+        for name in FILES.into_iter().filter(|name| *name != FILE) {
             let path = folder.join(name);
             match fs::remove_file(&path) {
                 Err(e) if e.kind() != std::io::ErrorKind::NotFound => {

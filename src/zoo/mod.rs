@@ -7,7 +7,7 @@ pub mod hub;
 mod schema;
 mod verify;
 
-pub use entry::{Entry, FILE, Head, Layer, RECIPE, Side, SideName};
+pub use entry::{Entry, FILE, FILES, Head, Layer, RECIPE, Side, SideName};
 pub use schema::{
     Calibration, Fit, FitSide, Imported, ImportedFile, KMoment, Metadata, Method, ModelInfo,
     Quantizer, Rounding, SCHEMA, Scope, Tool, VMoment, Windows,

@@ -21,7 +21,7 @@ use crate::{Error, Result};
 pub use content::ContentId;
 pub use hugging_face::HuggingFace;
 pub use locator::{Host, Locator};
-pub use plan::{Change, FILES, Layout, Plan, Planned, entries, inside};
+pub use plan::{Change, Layout, Plan, Planned, entries, inside};
 pub use pull::{Pulled, Wanted, pull};
 
 /// A file that a hub holds.

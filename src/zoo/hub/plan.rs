@@ -6,15 +6,6 @@ use super::{Locator, Snapshot, Upload};
 use crate::zoo;
 use crate::{Error, Result};
 
-/// An entry's own files; whatever else lies in its folder stays at home.
-pub const FILES: [&str; 5] = [
-    zoo::FILE,
-    "README.md",
-    "metrics.json",
-    "report.html",
-    "recipe.toml",
-];
-
 /// Where entries lie in a repository.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
@@ -161,7 +152,7 @@ impl Plan {
             let Some(folder) = upload.strip_suffix(zoo::FILE) else {
                 continue;
             };
-            for name in FILES {
+            for name in zoo::FILES {
                 let path = format!("{folder}{name}");
                 if let Some(file) = remote.and_then(|remote| remote.file(&path))
                     && !sent.contains(&path)

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::plan::{entry_of, folder_of_model};
-use super::{ContentId, FILES, Hub, Locator, RemoteFile, Snapshot, Watch, entries, inside, open};
+use super::{ContentId, Hub, Locator, RemoteFile, Snapshot, Watch, entries, inside, open};
 use crate::hub_cache::{self, CachedRepo};
 use crate::zoo::{self, Entry};
 use crate::{Error, Result, files};
@@ -201,7 +201,7 @@ fn fetch(
     hub: &dyn Hub,
     watch: &dyn Watch,
 ) -> Result<Pulled> {
-    let wanted_files = FILES
+    let wanted_files = zoo::FILES
         .iter()
         .filter_map(|name| snapshot.file(&inside(place, name)));
     let mut blobs = Vec::new();
