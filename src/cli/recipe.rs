@@ -125,12 +125,11 @@ impl Recipe {
                     .hint("a recipe has a table a command, such as `[calibrate]`"));
                 };
                 let names: Vec<_> = parent.get_subcommands().map(Command::get_name).collect();
-                return Err(Error::unknown(
-                    &self.place,
-                    format_args!("command with a table `[{prefix}…]`"),
-                    &key,
-                    &names,
-                ));
+                let what = match prefix.strip_suffix('.') {
+                    Some(parent) => format!("command of `{parent}`"),
+                    None => "command".to_owned(),
+                };
+                return Err(Error::unknown(&self.place, what, &key, &names));
             };
             let name = format!("{prefix}{key}");
             let Value::Table(table) = value else {
