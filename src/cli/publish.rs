@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -195,6 +196,13 @@ fn uploads(
             }
         }
         placed.push((place, local.folder.clone()));
+    }
+    if let Some((name, content)) = to.host.own_file()
+        && remote.is_none_or(|remote| remote.file(name).is_none())
+    {
+        let source = made.path().join(name);
+        fs::write(&source, content).map_err(Error::io("write", &source))?;
+        uploads.push(Upload::new(name, source)?);
     }
     if layout == Layout::Zoo {
         let index = made.path().join(card::FILE);

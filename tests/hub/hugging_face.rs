@@ -24,6 +24,9 @@ pub fn answer(request: &Request, store: &mut Store) -> Option<Answer> {
         ("GET", ["api", "models", owner, name, "revision", revision]) => {
             info(request, store, owner, name, &decoded(revision))
         }
+        ("GET", ["api", "models", owner, name, "tree", revision]) => {
+            tree(request, store, owner, name, &decoded(revision))
+        }
         ("POST", ["api", "models", owner, name, "preupload", _]) => {
             preupload(request, store, owner, name)
         }
@@ -144,6 +147,27 @@ fn info(request: &Request, store: &mut Store, owner: &str, name: &str, revision:
             "private": repo.private, "sha": commit.id, "tags": [], "siblings": siblings,
         }),
     )
+}
+
+/// What the Python client asks for instead.
+fn tree(request: &Request, store: &mut Store, owner: &str, name: &str, revision: &str) -> Answer {
+    let repo = match seen(request, store, owner, name) {
+        Ok(repo) => repo,
+        Err(refused) => return refused,
+    };
+    let files = repo.commit(revision).map(|commit| &commit.files);
+    let list = files.into_iter().flatten().map(|(path, bytes)| {
+        let mut file = sibling(path, bytes, true);
+        let mut item = json!({
+            "type": "file", "path": path, "size": bytes.len(), "oid": file["blobId"],
+        });
+        if is_large(path) {
+            file["lfs"]["oid"] = file["lfs"]["sha256"].take();
+            item["lfs"] = file["lfs"].take();
+        }
+        item
+    });
+    Answer::json(200, &list.collect())
 }
 
 fn sibling(path: &str, bytes: &[u8], blobs: bool) -> Value {
@@ -344,7 +368,7 @@ fn resolve(
     revision: &str,
     path: &str,
 ) -> Answer {
-    let url = store.url.clone();
+    let storage = store.storage();
     let repo = match seen(request, store, owner, name) {
         Ok(repo) => repo,
         Err(refused) => return refused,
@@ -370,7 +394,7 @@ fn resolve(
     let size = bytes.len();
     store.blobs.insert(hash.clone(), bytes);
     Answer::bytes(302, Vec::new())
-        .with("Location", format!("{url}/cdn/{hash}"))
+        .with("Location", format!("{storage}/cdn/{hash}"))
         .with("ETag", format!("\"{hash}\""))
         .with("X-Linked-ETag", format!("\"{hash}\""))
         .with("X-Linked-Size", size.to_string())

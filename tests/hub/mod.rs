@@ -6,6 +6,7 @@
 
 pub mod hugging_face;
 pub mod local;
+pub mod modelscope;
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -198,6 +199,13 @@ pub struct Store {
     pub url: String,
 }
 
+impl Store {
+    /// The server by another name: hubs keep large files on other hosts, and clients show those no token.
+    pub fn storage(&self) -> String {
+        self.url.replace("127.0.0.1", "localhost")
+    }
+}
+
 #[derive(Default)]
 struct State {
     store: Store,
@@ -213,7 +221,7 @@ pub struct Server {
 
 /// What each hub documents; `None` where a path is not its own.
 type Contract = fn(&Request, &mut Store) -> Option<Answer>;
-const CONTRACTS: &[Contract] = &[hugging_face::answer];
+const CONTRACTS: &[Contract] = &[hugging_face::answer, modelscope::answer];
 
 impl Server {
     pub fn start() -> Self {

@@ -10,6 +10,7 @@ use reqwest::blocking::{Client, RequestBuilder, Response};
 use reqwest::header::{CONTENT_RANGE, RANGE, RETRY_AFTER};
 
 use serde::de::DeserializeOwned;
+use serde_json::Value;
 
 use super::account::Account;
 use super::retry::{Failure, Retry, retry_after};
@@ -23,6 +24,9 @@ const CONNECT: Duration = Duration::from_secs(10);
 
 /// How long nothing may come.
 const STILL: Duration = Duration::from_mins(1);
+
+/// How much of an error is read.
+const SAID_BYTES: u64 = 64 << 10;
 
 /// A client that gives up on a connection that stands still: before the answer, or in the midst of it. A request with
 /// a large body takes a `timeout` of its own, which counts until the answer begins.
@@ -58,13 +62,23 @@ pub(super) fn check(account: &Account, answer: Response) -> Result<Response, Fai
     if answer.status().is_success() {
         return Ok(answer);
     }
+    Err(refused(account, answer))
+}
+
+fn refused(account: &Account, answer: Response) -> Failure {
     let status = answer.status().as_u16();
     let after = answer
         .headers()
         .get(RETRY_AFTER)
         .and_then(|value| retry_after(value.to_str().ok()?));
-    let said = answer.text().unwrap_or_default();
-    Err(account.refused(status, &said, after, &[]))
+    account.refused(status, &said(answer), after, &[])
+}
+
+/// The begin of an answer's text; what broke off in the midst has said enough.
+fn said(answer: Response) -> String {
+    let mut said = Vec::new();
+    let _ = answer.take(SAID_BYTES).read_to_end(&mut said);
+    String::from_utf8_lossy(&said).into_owned()
 }
 
 /// The JSON of an answer.
@@ -120,6 +134,10 @@ fn attempt(
         }
         have = 0;
     }
+    let comes = answer.content_length().map(|bytes| have + bytes);
+    if let Some(bytes) = comes.filter(|bytes| *bytes != file.size_bytes) {
+        return Err(other(account, answer, file, bytes));
+    }
     let mut buffer = vec![0; 64 << 10];
     while have < file.size_bytes {
         interrupt::check()?;
@@ -142,6 +160,23 @@ fn attempt(
     }
     out.sync_all().map_err(Error::io("write", to))?;
     Ok(())
+}
+
+/// What it means that `bytes` come instead of a file: another file, or an error that is called a success.
+fn other(account: &Account, answer: Response, file: &RemoteFile, bytes: u64) -> Failure {
+    let status = answer.status().as_u16();
+    let said = said(answer);
+    if serde_json::from_str::<Value>(&said).is_ok_and(|said| said.is_object()) {
+        return account.refused(status, &said, None, &[]);
+    }
+    let problem = format!(
+        "`{}` has {bytes} bytes, and {} lists it with {}",
+        file.path, account.hub, file.size_bytes
+    );
+    let error = account.error(problem);
+    error
+        .hint("run the same command again; if this stays, publish the entry anew")
+        .into()
 }
 
 /// Whether a part of a file begins where the part that is here ends.

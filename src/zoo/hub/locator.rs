@@ -44,6 +44,17 @@ impl Host {
         }
     }
 
+    /// Name and content of what the hub itself reads at the root of a repository, and puts it aside without.
+    pub fn own_file(self) -> Option<(&'static str, &'static str)> {
+        match self {
+            Self::HuggingFace => None,
+            Self::ModelScope => Some((
+                "configuration.json",
+                "{\"framework\": \"other\", \"task\": \"text-generation\"}\n",
+            )),
+        }
+    }
+
     /// The branch that is meant where none is named.
     pub fn default_branch(self) -> &'static str {
         match self {

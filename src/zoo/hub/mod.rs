@@ -8,6 +8,7 @@ mod content;
 mod http;
 mod hugging_face;
 mod locator;
+mod modelscope;
 mod plan;
 mod pull;
 mod retry;
@@ -21,6 +22,7 @@ use crate::{Error, Result};
 pub use content::ContentId;
 pub use hugging_face::HuggingFace;
 pub use locator::{Host, Locator};
+pub use modelscope::ModelScope;
 pub use plan::{Change, Layout, Plan, Planned, entries, inside};
 pub use pull::{Pulled, Wanted, pull};
 
@@ -154,6 +156,6 @@ pub fn open(locator: &Locator, watch: Arc<dyn Watch>) -> Result<Box<dyn Hub>> {
     }
     match locator.host {
         Host::HuggingFace => Ok(Box::new(HuggingFace::new(locator, watch)?)),
-        Host::ModelScope => Err(Error::invalid(locator, "ModelScope is not supported yet")),
+        Host::ModelScope => Ok(Box::new(ModelScope::new(locator, watch)?)),
     }
 }
