@@ -278,6 +278,18 @@ fn private_repositories_branches_and_pull_requests() {
     assert_eq!(proposed[TENSORS], fs::read(folder.join(TENSORS)).unwrap());
 }
 
+#[test]
+fn addresses_are_shown_without_the_token() {
+    let (server, machine, publish) = ready();
+    let echo = |answer: &mut Answer| {
+        let text = String::from_utf8(answer.body.clone()).unwrap();
+        answer.body = text.replace("/commit/", &format!("/{TOKEN}/")).into_bytes();
+    };
+    server.fail("POST", "/commit/", Failure::Change(echo));
+    let out = machine.fine(&args(&publish));
+    assert!(out.contains("/org/kv/[token]/"), "{out}");
+}
+
 /// A machine, a repository that is there, and an entry that is not in it yet.
 fn ready() -> (Server, Machine, Vec<String>) {
     let server = Server::start();
@@ -315,7 +327,7 @@ fn refusals_name_the_repository_the_reason_and_the_next_step() {
             [
                 "hf:org/kv",
                 "the token may not do this: no [token]",
-                "may write",
+                "a token with the rights",
             ],
         ),
         (
@@ -343,8 +355,8 @@ fn refusals_name_the_repository_the_reason_and_the_next_step() {
         (
             "/commit/",
             422,
-            "Bad card",
-            ["hf:org/kv", "refuses this: Bad card", "HTTP 422"],
+            "Bad \u{1b}[31mcard",
+            ["hf:org/kv", "refuses this: Bad [31mcard", "HTTP 422"],
         ),
     ] {
         let method = if path == "/revision/" { "GET" } else { "POST" };

@@ -130,6 +130,8 @@ fn what_was_pulled_once_is_there_offline() {
         machine.fine(&["pull", "hf:org/kv", "--model", "org/toy"]),
         online
     );
+    let message = machine.refused(&["pull", "hf:org/kv", "--tag", "oscar"]);
+    assert!(message.contains("unset HF_HUB_OFFLINE"), "{message}");
     let out = machine.fine(&["pull", "hf:org/kv", "--format", "json"]);
     let value: Value = serde_json::from_str(&out).unwrap();
     assert_eq!(value["offline"], true);

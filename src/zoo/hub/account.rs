@@ -88,8 +88,8 @@ impl Account {
             }
             401 => with(&format!("{hub} does not accept the token")).hint(self.login),
             403 => with("the token may not do this").hint(format!(
-                "take a token that may write to `{}` ({})",
-                self.repo, self.login
+                "take a token with the rights for it: {}",
+                self.login
             )),
             404 => with("there is no such repository or revision, or the token may not see it")
                 .hint("check owner, name and revision; a private repository needs a token"),

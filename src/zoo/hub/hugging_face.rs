@@ -153,7 +153,7 @@ impl HuggingFace {
             .maybe_parent_commit(commit.parent)
             .progress(Progress::new(Sent::new(self.watch.clone())))
             .send()
-            .map_err(|e| self.failure(&e, commit.files))?;
+            .map_err(|e| self.failure(e, commit.files))?;
         // The hub says where the pull request is, and `hf-hub` 1.0 reads it under another name.
         let address = if commit.pull_request {
             done.pr_url
@@ -170,12 +170,12 @@ impl HuggingFace {
         format!("{endpoint}/{}", self.locator.id.repo())
     }
 
-    fn failure(&self, error: &HFError, files: &[Upload]) -> Failure {
+    fn failure(&self, error: HFError, files: &[Upload]) -> Failure {
         let (context, after) = match error {
             HFError::RateLimited {
                 retry_after,
                 context,
-            } => (context, *retry_after),
+            } => (context, retry_after),
             HFError::Http { context }
             | HFError::AuthRequired { context }
             | HFError::Forbidden { context }
@@ -184,9 +184,7 @@ impl HuggingFace {
                 context: Some(context),
                 ..
             } => (context, None),
-            HFError::Request { source, .. } => {
-                return self.account.unreachable(http::causes(source));
-            }
+            HFError::Request { source, .. } => return http::unreachable(&self.account, source),
             // It has made its own attempts.
             HFError::Xet { source, .. } => {
                 let causes = http::causes(source.as_ref());
@@ -196,7 +194,7 @@ impl HuggingFace {
                     .hint("run the same command again: what was sent is not sent again")
                     .into();
             }
-            other => return self.account.error(http::causes(other)).into(),
+            other => return self.account.error(http::causes(&other)).into(),
         };
         let said = context.server_message.as_deref().unwrap_or(&context.body);
         self.account
@@ -219,7 +217,7 @@ impl Hub for HuggingFace {
                 .exist_ok(true)
                 .send()
                 .map(drop)
-                .map_err(|e| self.failure(&e, &[]))
+                .map_err(|e| self.failure(e, &[]))
         })
     }
 

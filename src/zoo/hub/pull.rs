@@ -102,7 +102,8 @@ pub fn pull(locator: &Locator, wanted: &Wanted, watch: &Arc<dyn Watch>) -> Resul
 }
 
 fn from_cache(locator: &Locator, wanted: &Wanted, commit: &str, folder: &Path) -> Result<Pulled> {
-    let place = choose(locator, wanted, &entries_below(folder)?)?;
+    let place = choose(locator, wanted, &entries_below(folder)?)
+        .map_err(|e| e.hint("the cache holds only what was pulled: unset HF_HUB_OFFLINE"))?;
     let folder = folder.join(&place);
     let entry = check(locator, wanted, &folder)?;
     Ok(Pulled {
