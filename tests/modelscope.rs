@@ -173,7 +173,10 @@ fn refusals_name_the_repository_the_reason_and_the_next_step() {
             "POST",
             "/objects/batch",
             Failure::status(403, "not yours"),
-            ["may not do this: not yours", "may write to `ms:org/kv`"],
+            [
+                "may not do this: not yours",
+                "a token with the rights for it",
+            ],
         ),
         (
             "PUT",
