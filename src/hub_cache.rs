@@ -95,14 +95,21 @@ pub fn hugging_face() -> Option<PathBuf> {
 #[derive(Clone, Debug)]
 pub struct CachedRepo {
     folder: PathBuf,
+    locks: PathBuf,
 }
 
 impl CachedRepo {
     /// Of a model repository; nothing need be there.
     pub fn new(cache: &Path, id: &Id) -> Self {
+        let name = format!("models--{}--{}", id.owner, id.name);
         Self {
-            folder: cache.join(format!("models--{}--{}", id.owner, id.name)),
+            folder: cache.join(&name),
+            locks: cache.join(".locks").join(name),
         }
+    }
+
+    pub fn folder(&self) -> &Path {
+        &self.folder
     }
 
     /// The commit that `revision` was at when it was last looked at, or `revision` where it is a commit, and its
@@ -125,6 +132,11 @@ impl CachedRepo {
     /// Where the commit that `revision` was at is written down.
     pub fn reference(&self, revision: &str) -> PathBuf {
         self.folder.join("refs").join(revision)
+    }
+
+    /// The file that is locked while the content with this hash is fetched.
+    pub fn lock(&self, hash: &str) -> PathBuf {
+        self.locks.join(format!("{hash}.lock"))
     }
 
     /// Where the content with this hash lies.

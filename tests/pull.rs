@@ -1,8 +1,10 @@
 //! Promise: pulling finds the right entry, checks every hash, goes on where it broke off, and shares the hub's cache.
 #![cfg(feature = "hub")]
 
+mod checkpoint;
 mod hub;
 mod pool_entry;
+mod toy;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -393,6 +395,10 @@ fn a_private_repository_needs_the_token() {
     machine
         .with("HF_TOKEN", hub::TOKEN)
         .fine(&["pull", "hf:org/kv"]);
+    // The storage behind the hub sees no token.
+    let mut stored = server.requests();
+    stored.retain(|request| request.path.starts_with("/cdn/"));
+    assert!(!stored.is_empty() && !stored.iter().any(hub::Request::is_authorized));
 }
 
 #[test]
@@ -419,6 +425,46 @@ fn out_is_a_copy() {
         "{message}"
     );
     machine.fine(&["pull", "hf:org/kv", "--out", text(&other), "--force"]);
+}
+
+#[test]
+fn a_model_comes_in_the_same_way() {
+    let server = Server::start();
+    let machine = Machine::new(&server);
+    let toy = toy::Toy::new();
+    let model = &toy.model;
+    fs::write(
+        model.join("pytorch_model.bin"),
+        "the same weights once more",
+    )
+    .unwrap();
+    hold(&server, "org/toy", &[("", model)]);
+    server.fail(
+        "GET",
+        "/config.json",
+        Failure::status(500, "a page of errors"),
+    );
+    server.fail("GET", "/cdn/", Failure::CutAnswer(100));
+    let plan = [
+        "calibrate",
+        "--model",
+        "org/toy",
+        "--tokens",
+        "8000",
+        "--seq-len",
+        "512",
+        "--dry-run",
+    ];
+    let out = machine.fine(&plan);
+    server.all_failed();
+    assert!(!server.log().iter().any(|line| line.contains(".bin")));
+    let offline = machine.with("HF_HUB_OFFLINE", "1");
+    assert_eq!(offline.fine(&plan), out);
+    let message = offline.refused(&["calibrate", "--model", "org/none", "--dry-run"]);
+    assert!(message.contains("HF_HUB_OFFLINE"), "{message}");
+    let online = offline.without("HF_HUB_OFFLINE");
+    let message = online.refused(&["calibrate", "--model", "org/none", "--dry-run"]);
+    assert!(message.contains("no such repository"), "{message}");
 }
 
 #[test]

@@ -86,36 +86,43 @@ fn fetch(id: &Id, missing: &str) -> Result<()> {
         .hint("this build has no feature `hub`: fetch the model into a folder, and give that"))
 }
 
-/// Fetches the files that a model needs into the cache; `HF_ENDPOINT` and `HF_TOKEN` are honoured.
+/// Fetches the files that a model needs into the cache.
 #[cfg(feature = "hub")]
-fn fetch(id: &Id, missing: &str) -> Result<()> {
-    use hf_hub::HFClient;
+fn fetch(id: &Id, _missing: &str) -> Result<()> {
+    use std::sync::Arc;
 
-    const FILES: [&str; 7] = [
+    use crate::zoo::hub::{self, Host, Locator, Watch};
+
+    /// A model is opened in silence.
+    struct Silent;
+    impl Watch for Silent {
+        fn expect(&self, _: u64) {}
+        fn bytes(&self, _: u64) {}
+        fn note(&self, _: &str) {}
+    }
+
+    let locator = Locator {
+        host: Host::HuggingFace,
+        id: id.clone(),
+    };
+    let watch: Arc<dyn Watch> = Arc::new(Silent);
+    hub::fetch(&locator, is_needed, &watch)
+}
+
+/// Whether a file at the root of a repository is part of a model.
+#[cfg(feature = "hub")]
+fn is_needed(path: &str) -> bool {
+    let is_weights = || {
+        let shard = path.strip_prefix("model")?.strip_suffix(".safetensors")?;
+        Some(shard.is_empty() || shard.starts_with('-') && !shard.contains('/'))
+    };
+    [
         "config.json",
         "tokenizer.json",
         "tokenizer_config.json",
         "chat_template.jinja",
         "model.safetensors.index.json",
-        "model.safetensors",
-        "model-*.safetensors",
-    ];
-    let failed = |e: hf_hub::HFError| {
-        Error::invalid(id.repo(), format!("{missing}, and fetching it failed: {e}"))
-            .hint("check the id, the network, and HF_TOKEN for gated models")
-    };
-    let mut builder = HFClient::builder();
-    if let Some(cache) = hub_cache::hugging_face() {
-        builder = builder.cache_dir(cache);
-    }
-    builder
-        .build_sync()
-        .map_err(failed)?
-        .model(&id.owner, &id.name)
-        .snapshot_download()
-        .revision(id.revision_or(MAIN))
-        .allow_patterns(FILES.map(String::from).to_vec())
-        .send()
-        .map_err(failed)?;
-    Ok(())
+    ]
+    .contains(&path)
+        || is_weights().unwrap_or(false)
 }

@@ -12,6 +12,7 @@ mod modelscope;
 mod plan;
 mod pull;
 mod retry;
+mod source;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -25,6 +26,7 @@ pub use locator::{Host, Locator};
 pub use modelscope::ModelScope;
 pub use plan::{Change, Layout, Plan, Planned, entries, inside};
 pub use pull::{Pulled, Wanted, pull};
+pub use source::fetch;
 
 /// A file that a hub holds.
 #[derive(Clone, Debug, PartialEq, Eq)]

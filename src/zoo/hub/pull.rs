@@ -2,15 +2,15 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::plan::{entry_of, folder_of_model};
-use super::{ContentId, Hub, Locator, RemoteFile, Snapshot, Watch, entries, inside, open};
-use crate::hub_cache::{self, CachedRepo};
+use super::source::{self, Source};
+use super::{Locator, Watch, entries, inside, open};
+use crate::hub_cache;
 use crate::zoo::{self, Entry};
-use crate::{Error, Result, files};
+use crate::{Error, Result};
 
 /// Which entry of a repository.
 #[derive(Clone, Debug, Default)]
@@ -38,11 +38,7 @@ pub struct Pulled {
 /// # Errors
 /// A repository or entry that is not there, a file that is not what the hub or the entry says.
 pub fn pull(locator: &Locator, wanted: &Wanted, watch: &Arc<dyn Watch>) -> Result<Pulled> {
-    let cache = locator.host.cache().ok_or_else(|| {
-        Error::invalid(locator, "there is no home folder to keep a cache in")
-            .hint("set HF_HOME, or MODELSCOPE_CACHE for ModelScope, to a folder")
-    })?;
-    let repo = CachedRepo::new(&cache, &locator.id);
+    let repo = source::repo(locator)?;
     let revision = locator.revision();
     let cached = repo.snapshot(revision);
     if hub_cache::offline() {
@@ -51,7 +47,7 @@ pub fn pull(locator: &Locator, wanted: &Wanted, watch: &Arc<dyn Watch>) -> Resul
                 locator,
                 format!(
                     "not in the cache `{}`, and HF_HUB_OFFLINE is set",
-                    cache.display()
+                    repo.folder().display()
                 ),
             )
             .hint(format!(
@@ -68,18 +64,8 @@ pub fn pull(locator: &Locator, wanted: &Wanted, watch: &Arc<dyn Watch>) -> Resul
         return Ok(pulled);
     }
     let hub = open(locator, watch.clone())?;
-    let snapshot = match hub.snapshot() {
-        Ok(Some(snapshot)) => snapshot,
-        Ok(None) => {
-            return Err(Error::invalid(
-                locator,
-                format!(
-                    "{} has no such repository, or the token may not see it",
-                    locator.host.name()
-                ),
-            )
-            .hint("check owner and name; a private repository needs a token"));
-        }
+    let snapshot = match source::look(locator, hub.as_ref()) {
+        Ok(snapshot) => snapshot,
         Err(error) => {
             if cached.is_some() {
                 watch.note(
@@ -90,15 +76,14 @@ pub fn pull(locator: &Locator, wanted: &Wanted, watch: &Arc<dyn Watch>) -> Resul
         }
     };
     let place = choose(locator, wanted, &entries(&snapshot))?;
-    fetch(
+    let source = Source {
         locator,
-        wanted,
-        &repo,
-        &snapshot,
-        &place,
-        hub.as_ref(),
-        watch.as_ref(),
-    )
+        repo: &repo,
+        snapshot: &snapshot,
+        hub: hub.as_ref(),
+        watch: watch.as_ref(),
+    };
+    fetch(&source, wanted, &place)
 }
 
 fn from_cache(locator: &Locator, wanted: &Wanted, commit: &str, folder: &Path) -> Result<Pulled> {
@@ -193,91 +178,25 @@ fn listed<'a>(places: impl Iterator<Item = &'a String>) -> String {
     named.collect::<Vec<_>>().join(", ")
 }
 
-fn fetch(
-    locator: &Locator,
-    wanted: &Wanted,
-    repo: &CachedRepo,
-    snapshot: &Snapshot,
-    place: &str,
-    hub: &dyn Hub,
-    watch: &dyn Watch,
-) -> Result<Pulled> {
-    let wanted_files = zoo::FILES
+fn fetch(source: &Source<'_>, wanted: &Wanted, place: &str) -> Result<Pulled> {
+    let files = zoo::FILES
         .iter()
-        .filter_map(|name| snapshot.file(&inside(place, name)));
-    let mut blobs = Vec::new();
-    for file in wanted_files {
-        blobs.push((file, blob(locator, repo, snapshot, file, hub, watch)?));
-    }
+        .filter_map(|name| source.snapshot.file(&inside(place, name)));
+    let blobs = source.blobs(files)?;
     // Before it is linked: what a snapshot of the cache holds is sound.
     let mut model = String::new();
     for (file, blob) in &blobs {
         if entry_of(&file.path).is_some() {
-            model = check(locator, wanted, blob)?.metadata.model.id;
+            model = check(source.locator, wanted, blob)?.metadata.model.id;
         }
     }
-    let folder = repo.files(&snapshot.commit);
-    // The tensors last: an entry with them is whole.
-    for (file, blob) in blobs.iter().rev() {
-        link(blob, &folder.join(&file.path))?;
-    }
-    if locator.revision() != snapshot.commit {
-        let reference = repo.reference(locator.revision());
-        files::write_atomic(&reference, |out| out.write_all(snapshot.commit.as_bytes()))?;
-    }
     Ok(Pulled {
-        folder: folder.join(place),
+        folder: source.keep(&blobs)?.join(place),
         place: place.to_owned(),
-        commit: snapshot.commit.clone(),
+        commit: source.snapshot.commit.clone(),
         model,
         offline: false,
     })
-}
-
-/// The content of `file` in the cache, fetched where it is not there or is not what it should be.
-fn blob(
-    locator: &Locator,
-    repo: &CachedRepo,
-    snapshot: &Snapshot,
-    file: &RemoteFile,
-    hub: &dyn Hub,
-    watch: &dyn Watch,
-) -> Result<PathBuf> {
-    let place = format!("{locator}, `{}`", file.path);
-    if !file.content.is_sound() {
-        return Err(Error::invalid(place, "the hub gives no hash of this file"));
-    }
-    let blob = repo.blob(file.content.hash());
-    if blob.is_file() && file.content.is_of(&blob)? {
-        return Ok(blob);
-    }
-    if let Some(folder) = blob.parent() {
-        fs::create_dir_all(folder).map_err(Error::io("create folder", folder))?;
-    }
-    let mut partial = blob.clone().into_os_string();
-    partial.push(".incomplete");
-    let partial = PathBuf::from(partial);
-    watch.expect(file.size_bytes);
-    hub.fetch(&snapshot.commit, file, &partial)?;
-    let found = file.content.of_file(&partial)?;
-    if found != file.content {
-        fs::remove_file(&partial).map_err(Error::io("remove", &partial))?;
-        let kind = match file.content {
-            ContentId::Sha256(_) => "SHA-256",
-            ContentId::GitBlob(_) => "git hash",
-        };
-        return Err(Error::invalid(
-            place,
-            format!(
-                "what came has the {kind} {}, the hub says {}",
-                found.hash(),
-                file.content.hash()
-            ),
-        )
-        .hint("run the same command again; if it stays, the file is damaged on the hub"));
-    }
-    fs::rename(&partial, &blob).map_err(Error::io("rename", &partial))?;
-    Ok(blob)
 }
 
 /// The entry at `path` is sound, and of the model that is wanted.
@@ -294,43 +213,5 @@ fn check(locator: &Locator, wanted: &Wanted, path: &Path) -> Result<Entry> {
             "an entry serves its own model alone: pull it with --model {id}"
         ))),
         _ => Ok(entry),
-    }
-}
-
-/// Makes `path` show the content `blob`, as `huggingface_hub` does.
-fn link(blob: &Path, path: &Path) -> Result<()> {
-    if let Some(folder) = path.parent() {
-        fs::create_dir_all(folder).map_err(Error::io("create folder", folder))?;
-    }
-    if path.symlink_metadata().is_ok() {
-        fs::remove_file(path).map_err(Error::io("remove", path))?;
-    }
-    #[cfg(unix)]
-    {
-        std::os::unix::fs::symlink(relative(blob, path), path).map_err(Error::io("link", path))
-    }
-    #[cfg(not(unix))]
-    {
-        fs::copy(blob, path)
-            .map(drop)
-            .map_err(Error::io("copy", path))
-    }
-}
-
-/// `REPO/blobs/HASH` as seen from `REPO/snapshots/COMMIT/…`: a cache may be moved as a whole.
-#[cfg(unix)]
-fn relative(blob: &Path, path: &Path) -> PathBuf {
-    let repo = blob.parent().and_then(Path::parent);
-    let inside = repo.and_then(|repo| {
-        path.strip_prefix(repo)
-            .ok()
-            .zip(blob.strip_prefix(repo).ok())
-    });
-    match inside {
-        Some((path, blob)) => {
-            let up = path.components().skip(1).map(|_| "..");
-            up.collect::<PathBuf>().join(blob)
-        }
-        None => blob.to_owned(),
     }
 }

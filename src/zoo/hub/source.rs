@@ -1,0 +1,182 @@
+//! From a repository into the cache on this machine: every file by its hash.
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::{ContentId, Hub, Locator, RemoteFile, Snapshot, Watch, open};
+use crate::hub_cache::CachedRepo;
+use crate::{Error, Result, files};
+
+/// The part of the cache that is `locator`'s.
+pub(super) fn repo(locator: &Locator) -> Result<CachedRepo> {
+    match locator.host.cache() {
+        Some(cache) => Ok(CachedRepo::new(&cache, &locator.id)),
+        None => Err(
+            Error::invalid(locator, "there is no home folder to keep a cache in")
+                .hint("set HF_HOME, or MODELSCOPE_CACHE for ModelScope, to a folder"),
+        ),
+    }
+}
+
+/// The repository now, which must be there.
+pub(super) fn look(locator: &Locator, hub: &dyn Hub) -> Result<Snapshot> {
+    hub.snapshot()?.ok_or_else(|| {
+        Error::invalid(
+            locator,
+            format!(
+                "{} has no such repository, or the token may not see it",
+                locator.host.name()
+            ),
+        )
+        .hint("check owner and name; a private repository needs a token")
+    })
+}
+
+/// Brings those files of a repository into the cache whose paths are `wanted`.
+///
+/// # Errors
+/// A repository that is not there or cannot be reached, a file that is not what the hub says.
+pub fn fetch(
+    locator: &Locator,
+    wanted: impl Fn(&str) -> bool,
+    watch: &Arc<dyn Watch>,
+) -> Result<()> {
+    let repo = repo(locator)?;
+    let hub = open(locator, watch.clone())?;
+    let snapshot = look(locator, hub.as_ref())?;
+    let source = Source {
+        locator,
+        repo: &repo,
+        snapshot: &snapshot,
+        hub: hub.as_ref(),
+        watch: watch.as_ref(),
+    };
+    let files = snapshot.files.iter().filter(|file| wanted(&file.path));
+    source.keep(&source.blobs(files)?)?;
+    Ok(())
+}
+
+/// A repository as it was looked at, and the cache for it.
+pub(super) struct Source<'a> {
+    pub locator: &'a Locator,
+    pub repo: &'a CachedRepo,
+    pub snapshot: &'a Snapshot,
+    pub hub: &'a dyn Hub,
+    pub watch: &'a dyn Watch,
+}
+
+impl<'a> Source<'a> {
+    /// The contents of `files` in the cache.
+    pub fn blobs(
+        &self,
+        files: impl Iterator<Item = &'a RemoteFile>,
+    ) -> Result<Vec<(&'a RemoteFile, PathBuf)>> {
+        files.map(|file| Ok((file, self.blob(file)?))).collect()
+    }
+
+    /// Makes the snapshot's folder in the cache show these files, and says where it is. The first one comes last:
+    /// where it is, the others are.
+    pub fn keep(&self, blobs: &[(&RemoteFile, PathBuf)]) -> Result<PathBuf> {
+        let folder = self.repo.files(&self.snapshot.commit);
+        for (file, blob) in blobs.iter().rev() {
+            link(blob, &folder.join(&file.path))?;
+        }
+        let revision = self.locator.revision();
+        if revision != self.snapshot.commit {
+            files::write_atomic(&self.repo.reference(revision), |out| {
+                out.write_all(self.snapshot.commit.as_bytes())
+            })?;
+        }
+        Ok(folder)
+    }
+
+    /// The content of `file` in the cache, fetched where it is not there or is not what it should be.
+    fn blob(&self, file: &RemoteFile) -> Result<PathBuf> {
+        let place = format!("{}, `{}`", self.locator, file.path);
+        if !file.content.is_sound() {
+            return Err(Error::invalid(place, "the hub gives no hash of this file"));
+        }
+        let _lock = lock(&self.repo.lock(file.content.hash()))?;
+        let blob = self.repo.blob(file.content.hash());
+        if blob.is_file() && file.content.is_of(&blob)? {
+            return Ok(blob);
+        }
+        if let Some(folder) = blob.parent() {
+            fs::create_dir_all(folder).map_err(Error::io("create folder", folder))?;
+        }
+        let mut partial = blob.clone().into_os_string();
+        partial.push(".incomplete");
+        let partial = PathBuf::from(partial);
+        self.watch.expect(file.size_bytes);
+        self.hub.fetch(&self.snapshot.commit, file, &partial)?;
+        let found = file.content.of_file(&partial)?;
+        if found != file.content {
+            fs::remove_file(&partial).map_err(Error::io("remove", &partial))?;
+            let kind = match file.content {
+                ContentId::Sha256(_) => "SHA-256",
+                ContentId::GitBlob(_) => "git hash",
+            };
+            return Err(Error::invalid(
+                place,
+                format!(
+                    "what came has the {kind} {}, the hub says {}",
+                    found.hash(),
+                    file.content.hash()
+                ),
+            )
+            .hint("run the same command again; if it stays, the file is damaged on the hub"));
+        }
+        fs::rename(&partial, &blob).map_err(Error::io("rename", &partial))?;
+        Ok(blob)
+    }
+}
+
+/// Waits until no other program fetches the same content; `huggingface_hub` heeds the same lock.
+fn lock(path: &Path) -> Result<File> {
+    if let Some(folder) = path.parent() {
+        fs::create_dir_all(folder).map_err(Error::io("create folder", folder))?;
+    }
+    let file = File::create(path).map_err(Error::io("create", path))?;
+    file.lock().map_err(Error::io("lock", path))?;
+    Ok(file)
+}
+
+/// Makes `path` show the content `blob`, as `huggingface_hub` does.
+fn link(blob: &Path, path: &Path) -> Result<()> {
+    if let Some(folder) = path.parent() {
+        fs::create_dir_all(folder).map_err(Error::io("create folder", folder))?;
+    }
+    if path.symlink_metadata().is_ok() {
+        fs::remove_file(path).map_err(Error::io("remove", path))?;
+    }
+    #[cfg(unix)]
+    {
+        std::os::unix::fs::symlink(relative(blob, path), path).map_err(Error::io("link", path))
+    }
+    #[cfg(not(unix))]
+    {
+        fs::copy(blob, path)
+            .map(drop)
+            .map_err(Error::io("copy", path))
+    }
+}
+
+/// `REPO/blobs/HASH` as seen from `REPO/snapshots/COMMIT/…`: a cache may be moved as a whole.
+#[cfg(unix)]
+fn relative(blob: &Path, path: &Path) -> PathBuf {
+    let repo = blob.parent().and_then(Path::parent);
+    let inside = repo.and_then(|repo| {
+        path.strip_prefix(repo)
+            .ok()
+            .zip(blob.strip_prefix(repo).ok())
+    });
+    match inside {
+        Some((path, blob)) => {
+            let up = path.components().skip(1).map(|_| "..");
+            up.collect::<PathBuf>().join(blob)
+        }
+        None => blob.to_owned(),
+    }
+}
