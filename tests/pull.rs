@@ -156,7 +156,7 @@ fn the_entry_is_chosen_by_model_and_tag() {
         .iter()
         .map(|(place, folder)| (*place, folder.as_path()))
         .collect();
-    hold(&server, "org/zoo", &held);
+    let commit = hold(&server, "org/zoo", &held);
 
     let out = machine.fine(&["pull", "hf:org/zoo", "--model", "org/b"]);
     assert!(pulled(&out).ends_with("org__b/balanced"), "{out}");
@@ -203,6 +203,13 @@ fn the_entry_is_chosen_by_model_and_tag() {
             assert!(message.contains(part), "{more:?}: {message}");
         }
     }
+    // What the cache has of a commit decides nothing.
+    let pinned = format!("hf:org/zoo@{commit}");
+    let message = machine.refused(&["pull", &pinned, "--model", "org/a"]);
+    assert!(message.contains("several entries of `org/a`"), "{message}");
+    server.forget();
+    machine.fine(&["pull", &pinned, "--model", "org/a", "--tag", "oscar"]);
+    assert_eq!(server.log(), [""; 0]);
 }
 
 #[test]

@@ -84,6 +84,25 @@ fn seen<'a>(
     })
 }
 
+/// The repository, and a revision of it.
+fn at<'a>(
+    request: &Request,
+    store: &'a mut Store,
+    owner: &str,
+    name: &str,
+    revision: &str,
+) -> Result<(&'a Repo, &'a Commit), Answer> {
+    let repo = seen(request, store, owner, name)?;
+    let missing = || {
+        refused(
+            404,
+            "RevisionNotFound",
+            &format!("Invalid rev id: {revision}"),
+        )
+    };
+    Ok((repo, repo.commit(revision).ok_or_else(missing)?))
+}
+
 fn create(request: &Request, store: &mut Store) -> Answer {
     if !request.is_authorized() {
         return refused(401, "", "Invalid credentials in Authorization header");
@@ -123,16 +142,9 @@ fn is_large(path: &str) -> bool {
 }
 
 fn info(request: &Request, store: &mut Store, owner: &str, name: &str, revision: &str) -> Answer {
-    let repo = match seen(request, store, owner, name) {
-        Ok(repo) => repo,
+    let (repo, commit) = match at(request, store, owner, name, revision) {
+        Ok(found) => found,
         Err(refused) => return refused,
-    };
-    let Some(commit) = repo.commit(revision) else {
-        return refused(
-            404,
-            "RevisionNotFound",
-            &format!("Invalid rev id: {revision}"),
-        );
     };
     let blobs = request.query.contains("blobs=");
     let siblings: Vec<Value> = commit
@@ -151,12 +163,11 @@ fn info(request: &Request, store: &mut Store, owner: &str, name: &str, revision:
 
 /// What the Python client asks for instead.
 fn tree(request: &Request, store: &mut Store, owner: &str, name: &str, revision: &str) -> Answer {
-    let repo = match seen(request, store, owner, name) {
-        Ok(repo) => repo,
+    let (_, commit) = match at(request, store, owner, name, revision) {
+        Ok(found) => found,
         Err(refused) => return refused,
     };
-    let files = repo.commit(revision).map(|commit| &commit.files);
-    let list = files.into_iter().flatten().map(|(path, bytes)| {
+    let list = commit.files.iter().map(|(path, bytes)| {
         let mut file = sibling(path, bytes, true);
         let mut item = json!({
             "type": "file", "path": path, "size": bytes.len(), "oid": file["blobId"],
@@ -369,16 +380,9 @@ fn resolve(
     path: &str,
 ) -> Answer {
     let storage = store.storage();
-    let repo = match seen(request, store, owner, name) {
-        Ok(repo) => repo,
+    let (_, commit) = match at(request, store, owner, name, revision) {
+        Ok(found) => found,
         Err(refused) => return refused,
-    };
-    let Some(commit) = repo.commit(revision) else {
-        return refused(
-            404,
-            "RevisionNotFound",
-            &format!("Invalid rev id: {revision}"),
-        );
     };
     let Some(bytes) = commit.files.get(path).cloned() else {
         return refused(404, "EntryNotFound", "Entry not found").with("X-Repo-Commit", &commit.id);

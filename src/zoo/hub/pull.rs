@@ -56,10 +56,11 @@ pub fn pull(locator: &Locator, wanted: &Wanted, watch: &Arc<dyn Watch>) -> Resul
         })?;
         return from_cache(locator, wanted, &commit, &folder);
     }
-    // A commit never changes.
+    // A commit never changes. Of several entries in it, the cache may have but one: that is no choice.
     if let Some((commit, folder)) = &cached
         && commit == revision
         && let Ok(pulled) = from_cache(locator, wanted, commit, folder)
+        && (pulled.place.is_empty() || wanted.model.is_some() && wanted.tag.is_some())
     {
         return Ok(pulled);
     }
