@@ -152,6 +152,9 @@ fn entries_that_would_share_a_place_are_refused() {
     assert!(message.contains("rename one of the folders"), "{message}");
 
     machine.fine(&["publish", text(&one), "--to", "hf:org/single"]);
+    let foreign = entry(&machine.at("foreign"), "org/foreign", 3);
+    let message = machine.refused(&["publish", text(&foreign), "--to", "hf:org/single"]);
+    assert!(message.contains("another model, `org/toy`"), "{message}");
     let other = entry(&machine.at("two/oscar"), "org/toy", 3);
     let message = machine.refused(&["publish", text(&one), text(&other), "--to", "hf:org/single"]);
     assert!(message.contains("at the root"), "{message}");

@@ -197,6 +197,25 @@ fn uploads(
         }
         placed.push((place, local.folder.clone()));
     }
+    let scratch = made.path().join(card::FILE);
+    if let (Layout::Root, [local], Some(remote)) = (layout, locals, remote)
+        && let Some(tensors) = remote.file(zoo::FILE)
+        && let Some(sent) = uploads.iter().find(|sent| sent.path == tensors.path)
+        && !sent.is(tensors)?
+        && let Some(older) = older_card(hub, remote, &scratch)?
+        && let Some(model) = card::stated_model(&older)
+        && model != local.model
+    {
+        return Err(Error::invalid(
+            to,
+            format!(
+                "holds the entry of another model, `{model}`, not `{}`",
+                local.model
+            ),
+        )
+        .hint("publish to another repository, or delete that entry there first")
+        .into());
+    }
     if let Some((name, content)) = to.host.own_file()
         && remote.is_none_or(|remote| remote.file(name).is_none())
     {
@@ -204,12 +223,11 @@ fn uploads(
         fs::write(&source, content).map_err(Error::io("write", &source))?;
         uploads.push(Upload::new(name, source)?);
     }
-    if layout == Layout::Zoo {
-        let index = made.path().join(card::FILE);
-        if let Some(text) = index_text(&placed, hub, remote, &index)? {
-            card::put(&index, &text)?;
-            uploads.push(Upload::new(card::FILE, index)?);
-        }
+    if layout == Layout::Zoo
+        && let Some(text) = index_text(&placed, hub, remote, &scratch)?
+    {
+        card::put(&scratch, &text)?;
+        uploads.push(Upload::new(card::FILE, scratch)?);
     }
     Ok(uploads)
 }
@@ -224,9 +242,8 @@ fn index_text(
     let (mut older, mut others) = (String::new(), BTreeSet::new());
     if let Some(remote) = remote {
         others = hub::entries(remote);
-        if let Some(file) = remote.file(card::FILE) {
-            hub.fetch(&remote.commit, file, scratch)?;
-            older = files::read_text(scratch)?;
+        if let Some(there) = older_card(hub, remote, scratch)? {
+            older = there;
             if !card::is_generated(&older) {
                 eprintln!(
                     "note: {} of the repository was not made by `oscar card`: it stays as it is",
@@ -237,6 +254,15 @@ fn index_text(
         }
     }
     Ok(Some(card::index_of(placed, &others, &older)?))
+}
+
+/// The page of a repository, fetched to `scratch`.
+fn older_card(hub: &dyn Hub, remote: &Snapshot, scratch: &Path) -> Result<Option<String>> {
+    let Some(file) = remote.file(card::FILE) else {
+        return Ok(None);
+    };
+    hub.fetch(&remote.commit, file, scratch)?;
+    Ok(Some(files::read_text(scratch)?))
 }
 
 fn title(locals: &[Local]) -> String {

@@ -40,10 +40,22 @@ pub fn card(folder: &Path, license: Option<&str>) -> Result<String> {
 /// The license that the card in `folder` states, if there is one.
 pub fn stated_license(folder: &Path) -> Option<String> {
     let text = read_text(&folder.join(FILE)).ok()?;
-    let front = text.strip_prefix("---\n")?.split("\n---").next()?;
-    let line = front.lines().find_map(|l| l.strip_prefix("license:"))?;
-    let license = line.trim().trim_matches('"');
+    let license = stated(&text, "license")?.trim_matches('"');
     check_license(license).is_ok().then(|| license.to_owned())
+}
+
+/// The model that the entry with this `card` is for, if the card says so.
+pub fn stated_model(card: &str) -> Option<String> {
+    serde_json::from_str(stated(card, "base_model")?).ok()
+}
+
+/// What the front matter of a card says of `key`.
+fn stated<'a>(card: &'a str, key: &str) -> Option<&'a str> {
+    let front = card.strip_prefix("---\n")?.split("\n---").next()?;
+    let value = front
+        .lines()
+        .find_map(|l| l.strip_prefix(key)?.strip_prefix(':'))?;
+    Some(value.trim())
 }
 
 /// Writes `folder`/`README.md`, whole or not at all, and says where.
