@@ -99,6 +99,17 @@ fn with_value(name: &str, at: usize, value: f32) -> Vec<u8> {
 }
 
 #[test]
+fn entries_are_as_far_apart_as_their_worst_number() {
+    let (a, mut b) = (entry(), entry());
+    assert_eq!(a.distance(&b), Some(0.0));
+    // The largest there is 8.
+    b.layers.get_mut(&10).unwrap().v.encode[1][0] += 0.5;
+    assert_eq!(a.distance(&b), Some(0.0625));
+    b.layers.remove(&0);
+    assert_eq!(a.distance(&b), None);
+}
+
+#[test]
 fn reads_back_what_was_written() {
     let (folder, _) = written();
     let by_folder = Entry::open(folder.path()).unwrap();

@@ -147,6 +147,9 @@ pub fn make(
     fit::write(&moments, &args.fit, &args.place, folder, &settings)
 }
 
+/// Of the largest number of a tensor: what f32 and another order of sums explain.
+const ROUNDING: f64 = 1e-4;
+
 /// The entry whose calibration is to be repeated.
 struct Repeated {
     path: PathBuf,
@@ -229,21 +232,29 @@ impl Repeated {
             return true;
         }
         let arithmetic = |m: &zoo::Metadata| {
+            let c = &m.calibration;
             format!(
                 "{} on {} by algorithm {}",
-                m.calibration.dtype, m.calibration.device, m.tool.algorithm
+                c.dtype, c.device, m.tool.algorithm
             )
         };
-        let why = match (arithmetic(then), arithmetic(now)) {
-            (then, now) if then == now => {
-                "a flag changed its settings, or another machine rounded otherwise".to_owned()
-            }
-            (then, now) => format!("it was made in {then}, this in {now}"),
-        };
-        eprintln!(
-            "warning: the tensors are not those of `{}`: {why}; `oscar diff` says what that changes",
-            self.path.display()
-        );
+        let path = self.path.display();
+        match self.entry.distance(entry) {
+            Some(apart) if apart < ROUNDING => eprintln!(
+                "warning: the tensors are those of `{path}` but for rounding, as on another machine: numbers differ by at \
+                 most {apart:.1e} of the largest in their tensor"
+            ),
+            _ if arithmetic(then) != arithmetic(now) => eprintln!(
+                "warning: the tensors are not those of `{path}`: it was made in {}, this in {}; `oscar diff` says what \
+                 that changes",
+                arithmetic(then),
+                arithmetic(now)
+            ),
+            _ => eprintln!(
+                "warning: the tensors are not those of `{path}`: a flag changed its settings, or this is another version; \
+                 `oscar diff` says what that changes"
+            ),
+        }
         false
     }
 }

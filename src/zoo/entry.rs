@@ -277,6 +277,31 @@ impl Entry {
         out
     }
 
+    /// The most by which a number differs from its counterpart in `other`, as a share of the largest of its tensor.
+    /// `None` where the two have other tensors.
+    pub fn distance(&self, other: &Self) -> Option<f64> {
+        let (ours, theirs) = (self.tensors(), other.tensors());
+        if ours.len() != theirs.len() {
+            return None;
+        }
+        let mut most = 0.0_f64;
+        for ((name, a), (other_name, b)) in ours.iter().zip(&theirs) {
+            if name != other_name || a.shape != b.shape {
+                return None;
+            }
+            let (mut largest, mut apart) = (0.0_f32, 0.0_f32);
+            let numbers = a.lists.iter().copied().flatten();
+            for (x, y) in numbers.zip(b.lists.iter().copied().flatten()) {
+                largest = largest.max(x.abs());
+                apart = apart.max((x - y).abs());
+            }
+            if apart > 0.0 {
+                most = most.max(f64::from(apart) / f64::from(largest));
+            }
+        }
+        Some(most)
+    }
+
     /// Transforms a layer: KV heads in scope `head`, 1 in scope `layer`.
     pub fn transforms(&self, layer: usize) -> usize {
         match self.metadata.scope {
