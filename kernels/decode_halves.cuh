@@ -10,9 +10,10 @@
 #include "decode_ring.cuh"
 
 // As attend_digits.
-template <int D, int NT, int NW, int ST>
+template <int D, int NT, int NW, int ST, int TG>
 DEV void attend_halves(Ring<D, NW, ST>& ring, const Share& s, int slot, int from, int to, uint32_t q_read, bool merge) {
-  constexpr int P = Format<D>::PART, MT = D / 16, MG = D / 64, NU = P / 32, KB = P * D / 4, OS = Format<D>::OS;
+  constexpr int P = Format<D>::PART, MT = D / 16, MG = D / 64, NU = P / 32, NUG = TG / 32, NK = TG / 8;
+  constexpr int KB = P * D / 4, OS = Format<D>::OS;
   constexpr float LIM = 60000.f, TARGET = 10.f;  // p*s in f16; a new maximum is set to 2^10
   // f32 sums of MMA are cut off, not rounded: parts whose sums stay in registers.
   constexpr int CHUNK = 128 * NW;
@@ -74,69 +75,79 @@ DEV void attend_halves(Ring<D, NW, ST>& ring, const Share& s, int slot, int from
         continue;
       }
 #pragma unroll 1
-      for (int u0 = 0; u0 < NU; u0++) {  // 32 tokens at a time
-        const uint32_t codes = ring.at + u0 * (MG * 512), params = ring.at + par_off + u0 * 256;
-        // tile 0 has slots 0 | 0+1 in rows g | g+8, tile 1 has slots 0+1+2 | 0+1+2+3
-        float c[NT][2][4];
+      for (int u0 = 0; u0 < NU; u0 += NUG) {  // TG tokens at a time
+        const uint32_t codes = ring.at + (NU == NUG ? 0 : u0 * (MG * 512)), params = ring.at + par_off + (NU == NUG ? 0 : u0 * 256);
+        // of 32 tokens: tile 0 has slots 0 | 0+1 in rows g | g+8, tile 1 has slots 0+1+2 | 0+1+2+3
+        float c[NUG][NT][2][4];
 #pragma unroll
-        for (int nt = 0; nt < NT; nt++)
+        for (int u = 0; u < NUG; u++)
 #pragma unroll
-          for (int k = 0; k < 8; k++) c[nt][k >> 2][k & 3] = 0.f;
+          for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+            for (int k = 0; k < 8; k++) c[u][nt][k >> 2][k & 3] = 0.f;
 #pragma unroll
         for (int v = 0; v < MG; v++) {
-          const uint4 w4 = lds128(codes + v * 512);
-          const uint32_t words[4] = {w4.x, w4.y, w4.z, w4.w};
+          uint4 w4[NUG];
 #pragma unroll
-          for (int k = 0; k < 4; k++) {  // k-step of 16 channels: one word, its even bytes and its odd ones
-            const uint32_t even = __byte_perm(words[k], 0, 0x4240), odd = __byte_perm(words[k], 0, 0x4341);
+          for (int u = 0; u < NUG; u++) w4[u] = lds128(codes + (u * MG + v) * 512);
 #pragma unroll
-            for (int nt = 0; nt < NT; nt++) {
-              const uint32_t b0 = qb[nt][4 * v + k][0], b1 = qb[nt][4 * v + k][1];
-              mma_f16_k16(c[nt][0], even & 0x00030003, even & 0x000f000f, odd & 0x00030003, odd & 0x000f000f, b0, b1);
-              mma_f16_k16(c[nt][1], even & 0x003f003f, even, odd & 0x003f003f, odd, b0, b1);
+          for (int k = 0; k < 4; k++)  // k-step of 16 channels: one word, its even bytes and its odd ones
+#pragma unroll
+            for (int u = 0; u < NUG; u++) {
+              const uint32_t word = k == 0 ? w4[u].x : k == 1 ? w4[u].y : k == 2 ? w4[u].z : w4[u].w;
+              const uint32_t even = __byte_perm(word, 0, 0x4240), odd = __byte_perm(word, 0, 0x4341);
+#pragma unroll
+              for (int nt = 0; nt < NT; nt++) {
+                const uint32_t b0 = qb[nt][4 * v + k][0], b1 = qb[nt][4 * v + k][1];
+                mma_f16_k16(c[u][nt][0], even & 0x00030003, even & 0x000f000f, odd & 0x00030003, odd & 0x000f000f, b0, b1);
+                mma_f16_k16(c[u][nt][1], even & 0x003f003f, even, odd & 0x003f003f, odd, b0, b1);
+              }
             }
-          }
         }
-        float x[NT][4][2], sv[4], zv[4];  // this thread's tokens 8p + g
+        float x[NT][NK][2], sv[NK], zv[NK];  // this thread's tokens 8k + g
 #pragma unroll
-        for (int t = 0; t < 2; t++) {
+        for (int t = 0; t < NK / 2; t++) {
           const uint4 w = lds128(params + t * 128);
           sv[2 * t] = bf_lo(w.z), sv[2 * t + 1] = bf_lo(w.w), zv[2 * t] = bf_hi(w.z), zv[2 * t + 1] = bf_hi(w.w);
           const uint32_t sz[2] = {w.x, w.y};
 #pragma unroll
           for (int r = 0; r < 2; r++) {
-            const int p = 2 * t + r;
+            const int p = 2 * (t & 1) + r;
             const float scale = bf_lo(sz[r]) * (gamma / (1 << (2 * p))), zero = bf_hi(sz[r]) * (1 << (2 * p));
 #pragma unroll
             for (int nt = 0; nt < NT; nt++)
 #pragma unroll
               for (int j = 0; j < 2; j++) {
-                const float dot = c[nt][t][2 * r + j] - (p ? c[nt][(p - (p > 0)) >> 1][2 * ((p + 1) & 1) + j] : 0.f);
-                x[nt][p][j] = fmaf(scale, fmaf(-zero, sumq[nt][j], dot), -m[nt][j]);
+                const auto& rows = c[t >> 1][nt];
+                const float dot = rows[p >> 1][2 * (p & 1) + j] - (p ? rows[(p - (p > 0)) >> 1][2 * ((p + 1) & 1) + j] : 0.f);
+                x[nt][2 * t + r][j] = fmaf(scale, fmaf(-zero, sumq[nt][j], dot), -m[nt][j]);
               }
           }
         }
-        float mx[2], sum_p[NT][2], sum_z[NT][2];
-        uint32_t pb[NT][4];
+        float sum_p[NT][2], sum_z[NT][2];
+        uint32_t pb[NT][NK];
+        // Whether p*s passes what f16 holds: it then is infinite.
         auto weights = [&]() {
+          __half2 most = __float2half2_rn(0.f);
 #pragma unroll
           for (int nt = 0; nt < NT; nt++)
 #pragma unroll
-            for (int p = 0; p < 4; p++) {
+            for (int k = 0; k < NK; k++) {
               float u[2];
 #pragma unroll
               for (int j = 0; j < 2; j++) {
-                const float pr = ex2(x[nt][p][j]);
-                u[j] = pr * sv[p];
-                mx[j] = nt || p ? fmaxf(mx[j], u[j]) : u[j];
-                sum_p[nt][j] = p ? sum_p[nt][j] + pr : pr;
-                sum_z[nt][j] = p ? fmaf(u[j], zv[p], sum_z[nt][j]) : u[j] * zv[p];
+                const float pr = ex2(x[nt][k][j]);
+                u[j] = pr * sv[k];
+                sum_p[nt][j] = k ? sum_p[nt][j] + pr : pr;
+                sum_z[nt][j] = k ? fmaf(u[j], zv[k], sum_z[nt][j]) : u[j] * zv[k];
               }
-              pb[nt][p] = pack_f16(u[0], u[1]);
+              pb[nt][k] = pack_f16(u[0], u[1]);
+              most = __hmax2(most, reinterpret_cast<__half2&>(pb[nt][k]));
             }
+          return fmaxf(__low2float(most), __high2float(most)) > LIM;
         };
-        weights();
-        if (__builtin_expect(__any_sync(~0u, fmaxf(mx[0], mx[1]) > LIM) || fresh, 0)) {
+        const bool high = weights();
+        if (__builtin_expect(__any_sync(~0u, high) || fresh, 0)) {
           // Rare: the first part, or a new maximum of p*s: the reference moves so that it becomes 2^TARGET.
 #pragma unroll
           for (int nt = 0; nt < NT; nt++)
@@ -144,7 +155,7 @@ DEV void attend_halves(Ring<D, NW, ST>& ring, const Share& s, int slot, int from
             for (int j = 0; j < 2; j++) {
               float y = -INFINITY;
 #pragma unroll
-              for (int p = 0; p < 4; p++) x[nt][p][j] += m[nt][j], y = fmaxf(y, x[nt][p][j] + lg2(fmaxf(sv[p], 1e-30f)));
+              for (int k = 0; k < NK; k++) x[nt][k][j] += m[nt][j], y = fmaxf(y, x[nt][k][j] + lg2(fmaxf(sv[k], 1e-30f)));
               y = fmaxf(y, __shfl_xor_sync(~0u, y, 4));
               y = fmaxf(y, __shfl_xor_sync(~0u, y, 8));
               y = fmaxf(y, __shfl_xor_sync(~0u, y, 16));
@@ -156,7 +167,7 @@ DEV void attend_halves(Ring<D, NW, ST>& ring, const Share& s, int slot, int from
                 for (int mt = 0; mt < MT; mt++) o[nt][mt][j] *= f, o[nt][mt][2 + j] *= f;
               }
 #pragma unroll
-              for (int p = 0; p < 4; p++) x[nt][p][j] -= m[nt][j];
+              for (int k = 0; k < NK; k++) x[nt][k][j] -= m[nt][j];
             }
           fresh = false;
           weights();
@@ -166,26 +177,28 @@ DEV void attend_halves(Ring<D, NW, ST>& ring, const Share& s, int slot, int from
 #pragma unroll
           for (int j = 0; j < 2; j++) l[nt][j] += sum_p[nt][j], pz[nt][j] += sum_z[nt][j];
 #pragma unroll
-          for (int p = 0; p < 4; p++) pb[nt][p] = transpose8x8(pb[nt][p]);
+          for (int k = 0; k < NK; k++) pb[nt][k] = transpose8x8(pb[nt][k]);
         }
 #pragma unroll
-        for (int mg = 0; mg < MG; mg++) {
-          const uint4 w = lds128(codes + KB + mg * 512);
-          if (mg == MG - 1 && u0 == NU - 1) ring.give();  // all of it is in registers
-          const uint32_t words[4] = {w.x, w.y, w.z, w.w};
+        for (int u = 0; u < NUG; u++)
 #pragma unroll
-          for (int t = 0; t < 2; t++) {  // 16 tokens: words of channels g and 8+g, even bytes of tokens 2qd, 2qd+1
-            const uint32_t e0 = __byte_perm(words[2 * t], 0, 0x4240), e1 = __byte_perm(words[2 * t + 1], 0, 0x4240);
-            const uint32_t o0 = __byte_perm(words[2 * t], 0, 0x4341), o1 = __byte_perm(words[2 * t + 1], 0, 0x4341);
+          for (int mg = 0; mg < MG; mg++) {
+            const uint4 w = lds128(codes + KB + (u * MG + mg) * 512);
+            if (u == NUG - 1 && mg == MG - 1 && (NU == NUG || u0 == NU - NUG)) ring.give();  // all of it is in registers
+            const uint32_t words[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
-            for (int pos = 0; pos < 4; pos++) {
-              const uint32_t mask = ((1u << (2 * pos + 2)) - 1) * 0x00010001u;  // slots 0..pos
+            for (int t = 0; t < 2; t++) {  // 16 tokens: words of channels g and 8+g, even bytes of tokens 2qd, 2qd+1
+              const uint32_t e0 = __byte_perm(words[2 * t], 0, 0x4240), e1 = __byte_perm(words[2 * t + 1], 0, 0x4240);
+              const uint32_t o0 = __byte_perm(words[2 * t], 0, 0x4341), o1 = __byte_perm(words[2 * t + 1], 0, 0x4341);
 #pragma unroll
-              for (int nt = 0; nt < NT; nt++)
-                mma_f16_k16(o[nt][mg * 4 + pos], e0 & mask, e1 & mask, o0 & mask, o1 & mask, pb[nt][2 * t], pb[nt][2 * t + 1]);
+              for (int pos = 0; pos < 4; pos++) {
+                const uint32_t mask = ((1u << (2 * pos + 2)) - 1) * 0x00010001u;  // slots 0..pos
+#pragma unroll
+                for (int nt = 0; nt < NT; nt++)
+                  mma_f16_k16(o[nt][mg * 4 + pos], e0 & mask, e1 & mask, o0 & mask, o1 & mask, pb[nt][4 * u + 2 * t], pb[nt][4 * u + 2 * t + 1]);
+              }
             }
           }
-        }
       }
     }
 #pragma unroll

@@ -66,15 +66,15 @@ struct Shared {  // NH: heads of a warp
 };
 
 // D head_dim, HT query heads of an n-tile, NT n-tiles of a warp, W warps a slot, NW slots a row, ST rows of the ring, TG
-// tokens of a part whose softmax is done at once (HT 4).  Quarter SMs share out registers and issue slots: 16384 / (32 *
-// warps of a quarter).
+// tokens of a part that are worked on at once.  A quarter SM shares out 512 registers a lane among its warps: 40 to a fourth
+// of the producers, the rest to 2 consumer warps (8 in all) or 3 (12).
 template <int D, int HT, int NT, int W, int NW, int ST, int TG>
 DEV void decode(const Args& a) {
   using F = Format<D>;
   constexpr int NH = HT * NT, NC = NW * W;  // heads of a warp, consumer warps
   using S = Shared<D, NH, W, NW>;
   constexpr int BLOB = F::BLOB, SLOT = F::SLOT, TILE = F::TILE, HALVES = F::HALVES;
-  static_assert(D % 64 == 0 && ST <= 8 && NW <= 32, "");
+  static_assert(D % 64 == 0 && ST <= 8 && (NC == 8 || NC == 12), "");
   static_assert(ST * NW * SLOT + sizeof(S) <= 227 * 1024, "too much shared memory");
   extern __shared__ __align__(128) uint8_t smem[];  // ring [ST][NW][SLOT], then S
   S& sh = *(S*)(smem + ST * NW * SLOT);
@@ -95,7 +95,9 @@ DEV void decode(const Args& a) {
   __syncthreads();
   if (seg_a.x < 0) return;
 
-  if (warp == NC) {  // ================================ producer warp: lane k brings slot k of a row
+  if (warp >= NC) {  // ================================ producer warp: lane k brings slot k of a row
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (warp > NC) return;  // four warps hand over their registers, one has work
     Seg s{seg_a.x, seg_a.y, seg_a.z, seg_a.w, seg_b.x, seg_b.y, seg_b.z, seg_b.w, seg_c.x, seg_c.y, 0, 0};
     constexpr int RB = 32 / NW * NW;  // ids are read RB at a time, one batch ahead
     const uint32_t ring = smem_u32(smem) + lane * SLOT;
@@ -151,6 +153,7 @@ DEV void decode(const Args& a) {
   }
 
   // ================================================== consumer warps
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(NC == 8 ? 232 : 152));
   const int slot = warp % NW, head0 = warp / NW * NH;
   Ring<D, NW, ST> ring{smem_u32(smem) + slot * SLOT + lane * 16, smem_u32(&sh.full[0][slot]), smem_u32(&sh.empty[0]), 0, 0, lane, 0, 0};
   asm volatile("" : "+r"(ring.slot0), "+r"(ring.full0), "+r"(ring.empty0));  // kept in registers, not computed again
@@ -166,7 +169,7 @@ DEV void decode(const Args& a) {
     if (tiles) attend_tiles<D, HT, NT, NW, ST>(ring, share, slot, seg.tb, seg.te, seg.tokens);
     if (seg.pe == seg.pb) ring.give(q_read);
     else if constexpr (HT == 4) attend_digits<D, NT, NW, ST, TG>(ring, share, slot, seg.pb, seg.pe, q_read, tiles);
-    else attend_halves<D, NT, NW, ST>(ring, share, slot, seg.pb, seg.pe, q_read, tiles);
+    else attend_halves<D, NT, NW, ST, TG>(ring, share, slot, seg.pb, seg.pe, q_read, tiles);
 
     // ---- end of the run: merge the warps
     consumer_sync<NC * 32>();
@@ -243,7 +246,7 @@ DEV void decode(const Args& a) {
 
 // Named by head_dim and most query heads a KV head; `VARIANTS` in src/kv/cuda/decode.rs is the same list.
 #define KERNEL(NAME, D, HT, NT, W, NW, ST, TG)                                                                                \
-  extern "C" __global__ void __launch_bounds__(NW* W * 32 + 32, 1) int2_decode_##NAME(                                        \
+  extern "C" __global__ void __launch_bounds__(NW* W * 32 + 128, 1) int2_decode_##NAME(                                       \
       const __nv_bfloat16* q, const uint8_t* int2, const uint8_t* bf16, const int* history, const int* windows,               \
       const Blk* blks, const Seg* segs, float* part_o, float2* part_ml, int* counter, __nv_bfloat16* out, float* out_f32,     \
       float* lse, int HQ, int HK, int max_history, int max_windows, float scale_log2) {                                       \
@@ -251,22 +254,23 @@ DEV void decode(const Args& a) {
                                       lse, HQ, HK, max_history, max_windows, scale_log2});                                    \
   }
 KERNEL(d64_h4, 64, 4, 1, 1, 8, 6, 64)
-KERNEL(d64_h8, 64, 4, 2, 1, 11, 5, 32)
-KERNEL(d64_h16, 64, 8, 2, 1, 11, 4, 32)
+KERNEL(d64_h8, 64, 4, 2, 1, 12, 5, 64)
+KERNEL(d64_h16, 64, 8, 2, 1, 8, 6, 64)
 KERNEL(d128_h4, 128, 4, 1, 1, 8, 4, 64)
-KERNEL(d128_h8, 128, 4, 2, 1, 11, 3, 32)
-KERNEL(d128_h12, 128, 4, 3, 1, 7, 4, 32)
-KERNEL(d128_h16, 128, 8, 2, 1, 7, 4, 32)
-KERNEL(d256_h4, 256, 4, 1, 1, 7, 4, 32)
-KERNEL(d256_h8, 256, 4, 1, 2, 5, 4, 32)
-KERNEL(d256_h16, 256, 8, 1, 2, 5, 4, 32)
+KERNEL(d128_h8, 128, 4, 2, 1, 8, 4, 64)
+KERNEL(d128_h12, 128, 4, 3, 1, 8, 4, 32)
+KERNEL(d128_h16, 128, 8, 2, 1, 8, 4, 64)
+KERNEL(d256_h4, 256, 4, 1, 1, 8, 4, 32)
+KERNEL(d256_h8, 256, 4, 1, 2, 6, 4, 32)
+KERNEL(d256_h16, 256, 8, 1, 2, 6, 4, 32)
 
 // ------------------------------------------------------------------------------------------------ the plan
-// The line: sequences with tokens in order, in each its KV heads, in each its units: `halves` units a tile, one a part.
+// The line: sequences with tokens in order, in each its KV heads, in each its units, `tile` of them a tile and `part` a part:
+// they stand for time.
 struct Line {
   const int *b, *tiles, *n;  // of a sequence: which; units of an item's tiles; of an item
   const uint32_t* start;     // units before it
-  int count, HK, halves;
+  int count, HK, tile, part;
   uint32_t total;
 };
 struct Run { int s, h, off; };  // where a run begins: sequence of the line, KV head, unit of the item
@@ -280,7 +284,7 @@ DEV int block_of(const Line& L, uint32_t x, int g) {
   while (i + 1 < g && bound(L, i + 1, g) <= x) i++;
   return i;
 }
-// Where block i of g begins.  Cuts fall between tiles.
+// Where block i of g begins.  Cuts fall between tiles and between parts.
 DEV Run locate(const Line& L, int i, int g) {
   const uint32_t x = bound(L, i, g);
   int s = 0;
@@ -288,7 +292,7 @@ DEV Run locate(const Line& L, int i, int g) {
     if (s + step < L.count && L.start[s + step] <= x) s += step;
   const uint32_t in = x - L.start[s];
   Run r{s, (int)(in / L.n[s]), (int)(in % L.n[s])};
-  if (r.off < L.tiles[s]) r.off -= r.off % L.halves;
+  r.off -= r.off < L.tiles[s] ? r.off % L.tile : (r.off - L.tiles[s]) % L.part;
   return r;
 }
 // Calls f(run over one item, its end) for all that block i of g does.
@@ -306,11 +310,12 @@ DEV void walk(const Line& L, int i, int g, Fn f) {
   }
 }
 
-// Blocks of 1024 threads, which all choose alike and then write their share; shared memory: 16 bytes a sequence.  A partial is numbered block + item: no two are
-// alike, and those of an item are consecutive.  `row`: slots of a ring's row; no run is shorter, so none is empty.
+// Blocks of 1024 threads, which all choose alike and then write their share; shared memory: 16 bytes a sequence.  A partial is
+// numbered block + item: no two are alike, and those of an item are consecutive.  `tile`, `part`: units of each; where
+// arithmetic binds, a tile takes less time than a part.  `row`: slots of a ring's row; no run is much shorter, none is empty.
 extern "C" __global__ void __launch_bounds__(1024, 1) int2_decode_plan(
     const int* history_pages, const int* window_tokens, const int* history, const int* windows, Blk* blks, Seg* segs, int B,
-    int HK, int max_history, int max_windows, int grid, int page_parts, int halves, int row) {
+    int HK, int max_history, int max_windows, int grid, int page_parts, int tile, int part, int row) {
   extern __shared__ int plan_smem[];
   int *lb = plan_smem, *tiles = lb + B, *n = tiles + B;
   uint32_t* start = (uint32_t*)(n + B);
@@ -319,8 +324,8 @@ extern "C" __global__ void __launch_bounds__(1024, 1) int2_decode_plan(
   if (tid < 32) worst[tid] = 0;
   // Read by all, brought into order by one warp (in place: a sequence only moves down).
   for (int b = tid; b < B; b += 1024) {
-    tiles[b] = (window_tokens[b] + TILE_TOKENS - 1) / TILE_TOKENS * halves;
-    n[b] = tiles[b] + history_pages[b] * page_parts;
+    tiles[b] = (window_tokens[b] + TILE_TOKENS - 1) / TILE_TOKENS * tile;
+    n[b] = tiles[b] + history_pages[b] * page_parts * part;
   }
   __syncthreads();
   if (warp == 0) {
@@ -346,16 +351,16 @@ extern "C" __global__ void __launch_bounds__(1024, 1) int2_decode_plan(
     if (lane == 0) count_total[0] = count, count_total[1] = (int)total;
   }
   __syncthreads();
-  const Line L{lb, tiles, n, start, count_total[0], HK, halves, (uint32_t)count_total[1]};
-  const int most = (int)min((uint32_t)grid, max(L.total / row, 1u)), choices = min(most / 16 + 1, 32);
-  // A few percent fewer blocks are used where that leaves fewer pieces.  A run costs about what 24 slots do (query, merge),
+  const Line L{lb, tiles, n, start, count_total[0], HK, tile, part, (uint32_t)count_total[1]};
+  const int most = (int)min((uint32_t)grid, max(L.total / (row * max(tile, part)), 1u)), choices = min(most / 16 + 1, 32);
+  // A few percent fewer blocks are used where that leaves fewer pieces.  A run costs about what 24 parts do (query, merge),
   // and a cut item 8 more.
   if (L.total)
     for (int k = tid; k < choices * most; k += 1024) {
       const int c = k / most, i = k % most, g = most - c;
       if (i >= g) continue;
       int cost = 0;
-      walk(L, i, g, [&](const Run& r, int to) { cost += to - r.off + 24 + (to - r.off < L.n[r.s] ? 8 : 0); });
+      walk(L, i, g, [&](const Run& r, int to) { cost += to - r.off + (24 + (to - r.off < L.n[r.s] ? 8 : 0)) * part; });
       atomicMax(&worst[c], cost);
     }
   __syncthreads();
@@ -374,8 +379,8 @@ extern "C" __global__ void __launch_bounds__(1024, 1) int2_decode_plan(
     walk(L, i, g, [&](const Run& r, int to) {
       const int b = L.b[r.s], t = L.tiles[r.s], item = r.s * HK + r.h;
       const uint32_t x0 = L.start[r.s] + r.h * L.n[r.s], x1 = x0 + L.n[r.s];
-      const int part0 = block_of(L, x0 + (t ? halves - 1 : 0), g), last = block_of(L, x1 - 1, g);
-      const Seg seg{b, r.h, min(r.off, t) / halves, min(to, t) / halves, max(r.off - t, 0), max(to - t, 0),
+      const int part0 = block_of(L, x0 + (t ? tile : part) - 1, g), last = block_of(L, x1 - 1, g);
+      const Seg seg{b, r.h, min(r.off, t) / tile, min(to, t) / tile, max(r.off - t, 0) / part, max(to - t, 0) / part,
                     window_tokens[b], i + item, part0 + item, last - part0 + 1, 0, 0};
       if (runs++ == 0) {
         rest = i + item + 1;

@@ -3,10 +3,11 @@
 use std::time::Instant;
 
 use candle_core::Tensor;
+use candle_core::cuda_backend::cudarc::driver::Profiler;
 use serde::Serialize;
 
-use super::percentile;
 use super::random::Random;
+use super::{Stopwatch, driver, percentile};
 use crate::Result;
 use crate::serve::Engine;
 
@@ -28,11 +29,14 @@ pub struct StepTimes {
     pub cache_bytes: usize,
     /// Whether the layers were one CUDA graph.
     pub graph: bool,
+    /// The graph alone on the device, between two events, its median; with a cold L2.
+    pub graph_ms: Option<f64>,
     /// Why not, where they should have been.
     pub graph_refusal: Option<String>,
 }
 
-/// Pages that a sequence of `context` tokens and the measured steps need must be in the engine's pool.
+/// Pages that a sequence of `context` tokens and the measured steps need must be in the engine's pool. A profiler that
+/// waits to be told to begin sees the last step, where kernels are launched one by one.
 ///
 /// # Errors
 /// Out of pages; a pool that is not on a GPU; those of the steps.
@@ -56,7 +60,12 @@ pub fn step(mut engine: Engine, context: usize, steps: usize, graph: bool) -> Re
     }
     let mut token = 1;
     let mut times = Vec::new();
-    for step in 0..WARM_UP + steps.max(1) {
+    let last = WARM_UP + steps.max(1) - 1;
+    for step in 0..=last {
+        let _seen = match step == last && !graph {
+            true => Some(Profiler::new().map_err(driver)?),
+            false => None,
+        };
         let start = Instant::now();
         let hidden = engine.step(&[(sequence, &[token])])?;
         let logits: Tensor = engine.logits(&hidden)?;
@@ -66,6 +75,14 @@ pub fn step(mut engine: Engine, context: usize, steps: usize, graph: bool) -> Re
         }
     }
     times.sort_by(f64::total_cmp);
+    let graph_ms = match engine.replay_again()? {
+        true => {
+            let mut watch = Stopwatch::new(&device)?;
+            let timed = watch.time(steps, 0, &mut || engine.replay_again().map(|_| ()))?;
+            Some(timed.us_median / 1e3)
+        }
+        false => None,
+    };
     let refusal = engine.graph_refusal().map(ToString::to_string);
     Ok(StepTimes {
         context,
@@ -75,6 +92,7 @@ pub fn step(mut engine: Engine, context: usize, steps: usize, graph: bool) -> Re
         steps: times.len(),
         cache_bytes: engine.pool.sequence_bytes(sequence)?,
         graph: graph && refusal.is_none(),
+        graph_ms,
         graph_refusal: refusal,
     })
 }

@@ -84,7 +84,15 @@ impl StepGraph {
         self.hidden.slice_set(hidden, 0, 0)?;
         self.turns.cos.slice_set(&turns.cos, 0, 0)?;
         self.turns.sin.slice_set(&turns.sin, 0, 0)?;
-        self.graph.launch().w()?;
+        self.launch()?;
         Ok(self.out.copy()?)
+    }
+
+    /// The same step again.
+    ///
+    /// # Errors
+    /// A driver that refuses.
+    pub fn launch(&self) -> Result<()> {
+        Ok(self.graph.launch().w()?)
     }
 }

@@ -194,6 +194,18 @@ impl<'r, 'm> Engine<'r, 'm> {
         Ok(hidden)
     }
 
+    /// Queues the layers of the last step once more, where they are a graph: they write what they wrote. For timing.
+    ///
+    /// # Errors
+    /// A driver that refuses.
+    #[cfg(feature = "cuda")]
+    pub fn replay_again(&self) -> Result<bool> {
+        match &self.graphs {
+            Graphs::One(graph) => graph.launch().map(|()| true),
+            _ => Ok(false),
+        }
+    }
+
     /// Launches every kernel of decode steps by itself, to compare.
     #[cfg(feature = "cuda")]
     #[must_use]

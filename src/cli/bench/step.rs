@@ -10,7 +10,8 @@ use crate::cli::common::{Format, ModelArgs};
 /// Time a whole decode step of a model over a long cache, INT2 against BF16.
 ///
 /// The cache is filled with random pages; what the step computes is thrown away. `oscar bench synthesize` makes
-/// checkpoints of any shape, and `oscar calibrate` their entries.
+/// checkpoints of any shape, and `oscar calibrate` their entries. A profiler that waits to be told when to begin
+/// (`ncu --profile-from-start off`) sees one step of each kind of cache, kernel by kernel.
 #[derive(clap::Args, Debug)]
 pub struct Args {
     #[command(flatten)]
@@ -95,12 +96,13 @@ pub fn run(args: &Args) -> Result<Outcome> {
                     steps,
                     cache_bytes,
                     graph,
+                    graph_ms,
                     ..
                 } = row.times;
-                let how = if graph {
-                    "one graph"
-                } else {
-                    "kernel by kernel"
+                let how = match (graph, graph_ms) {
+                    (true, Some(ms)) => format!("one graph of {ms:.3} ms"),
+                    (true, None) => "one graph".to_string(),
+                    _ => "kernel by kernel".to_string(),
                 };
                 format!(
                     "{} {how}: {ms_median:.3} ms a token (p10 {ms_p10:.3}, p90 {ms_p90:.3}; {steps} steps), cache {:.1} MB",

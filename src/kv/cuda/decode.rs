@@ -26,7 +26,7 @@ use candle_core::cuda_backend::cudarc::driver::{
 use half::bf16;
 
 use super::Tables;
-use crate::kv::page::{Arrangement, PageLayout};
+use crate::kv::page::{Arrangement, PAGE_TOKENS, PageLayout};
 use crate::{Error, Result, cuda};
 
 /// Sequences of one batch, at most: the plan's shared memory holds 16 bytes of each.
@@ -71,22 +71,27 @@ struct Variant {
     slots: usize,
     /// Warps that share a slot.
     sharing: usize,
+    /// What a BF16 tile and an INT2 part cost, in units of the plan.
+    tile: i32,
+    part: i32,
 }
 
 #[rustfmt::skip]
 const VARIANTS: &[Variant] = &[
-    Variant { name: "int2_decode_d64_h4", head_dim: 64, heads: 4, slots: 8, sharing: 1 },
-    Variant { name: "int2_decode_d64_h8", head_dim: 64, heads: 8, slots: 11, sharing: 1 },
-    Variant { name: "int2_decode_d64_h16", head_dim: 64, heads: 16, slots: 11, sharing: 1 },
-    Variant { name: "int2_decode_d128_h4", head_dim: 128, heads: 4, slots: 8, sharing: 1 },
-    Variant { name: "int2_decode_d128_h8", head_dim: 128, heads: 8, slots: 11, sharing: 1 },
-    Variant { name: "int2_decode_d128_h12", head_dim: 128, heads: 12, slots: 7, sharing: 1 },
-    Variant { name: "int2_decode_d128_h16", head_dim: 128, heads: 16, slots: 7, sharing: 1 },
-    Variant { name: "int2_decode_d256_h4", head_dim: 256, heads: 4, slots: 7, sharing: 1 },
-    Variant { name: "int2_decode_d256_h8", head_dim: 256, heads: 8, slots: 5, sharing: 2 },
-    Variant { name: "int2_decode_d256_h16", head_dim: 256, heads: 16, slots: 5, sharing: 2 },
+    Variant { name: "int2_decode_d64_h4", head_dim: 64, heads: 4, slots: 8, sharing: 1, tile: 1, part: 1 },
+    Variant { name: "int2_decode_d64_h8", head_dim: 64, heads: 8, slots: 12, sharing: 1, tile: 1, part: 1 },
+    Variant { name: "int2_decode_d64_h16", head_dim: 64, heads: 16, slots: 8, sharing: 1, tile: 1, part: 2 },
+    Variant { name: "int2_decode_d128_h4", head_dim: 128, heads: 4, slots: 8, sharing: 1, tile: 1, part: 1 },
+    Variant { name: "int2_decode_d128_h8", head_dim: 128, heads: 8, slots: 8, sharing: 1, tile: 1, part: 1 },
+    Variant { name: "int2_decode_d128_h12", head_dim: 128, heads: 12, slots: 8, sharing: 1, tile: 1, part: 2 },
+    Variant { name: "int2_decode_d128_h16", head_dim: 128, heads: 16, slots: 8, sharing: 1, tile: 1, part: 2 },
+    Variant { name: "int2_decode_d256_h4", head_dim: 256, heads: 4, slots: 8, sharing: 1, tile: 2, part: 1 },
+    Variant { name: "int2_decode_d256_h8", head_dim: 256, heads: 8, slots: 6, sharing: 2, tile: 2, part: 1 },
+    Variant { name: "int2_decode_d256_h16", head_dim: 256, heads: 16, slots: 6, sharing: 2, tile: 2, part: 2 },
 ];
 
+/// Threads of a block that bring data: a warp does, and registers are handed over by four warps at a time.
+const PRODUCERS: u32 = 128;
 /// What a block of Hopper may use, and the fast kernel does.
 const SHARED_BYTES: u32 = 227 << 10;
 /// `sizeof(Blk)` and `sizeof(Seg)` of `kernels/int2_decode.cu`.
@@ -311,8 +316,8 @@ impl Step {
             let problem = format!("a batch of {batch} is more than {}", shape.max_batch);
             return Err(Error::invalid("decode attention", problem));
         }
-        // 16 units a window page at most; all units of a step are counted in 31 bits.
-        let units = (2 * max_history + 16 * max_windows) * batch * shape.kv_heads;
+        // 8 units a page of history and 32 a page of windows at most; all units of a step are counted in 31 bits.
+        let units = (8 * max_history + 32 * max_windows) * batch * shape.kv_heads;
         let too_long = |_| {
             Error::invalid(
                 "decode attention",
@@ -368,14 +373,12 @@ impl Fast {
         tables: &Tables<'_>,
         step: &Step,
     ) -> Result<()> {
-        let large = shape.layout.head_dim > 128;
         let (batch, grid, row) = (
             step.batch as i32,
             self.grid as i32,
             self.variant.slots as i32,
         );
-        // Parts of an INT2 page, and slots of a BF16 tile.
-        let (parts, halves) = if large { (2, 2) } else { (1, 1) };
+        let parts = (PAGE_TOKENS / shape.layout.part_tokens()) as i32;
         let mut launch = stream.launch_builder(&self.plan);
         launch
             .arg(&tables.history_pages)
@@ -390,7 +393,8 @@ impl Fast {
             .arg(&step.max_windows)
             .arg(&grid)
             .arg(&parts)
-            .arg(&halves)
+            .arg(&self.variant.tile)
+            .arg(&self.variant.part)
             .arg(&row);
         let config = LaunchConfig {
             grid_dim: (self.grid.div_ceil(32) as u32, 1, 1),
@@ -437,7 +441,7 @@ impl Fast {
         let consumers = self.variant.slots * self.variant.sharing;
         let config = LaunchConfig {
             grid_dim: (self.grid as u32, 1, 1),
-            block_dim: (32 * consumers as u32 + 32, 1, 1),
+            block_dim: (32 * consumers as u32 + PRODUCERS, 1, 1),
             shared_mem_bytes: SHARED_BYTES,
         };
         // SAFETY: the arguments are those of the kernel, their sizes were compared with the shape, and the plan of the
