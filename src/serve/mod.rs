@@ -225,7 +225,7 @@ impl<'r, 'm> Engine<'r, 'm> {
         }
     }
 
-    /// [`Self::graph_refusal`] for people; nothing on the CPU.
+    /// What a person should know where the driver refused to capture decode steps; nothing on the CPU.
     #[allow(clippy::unused_self)]
     pub fn graph_warning(&self) -> Option<String> {
         #[cfg(feature = "cuda")]
