@@ -64,6 +64,11 @@ impl fmt::Display for Id {
     }
 }
 
+/// Whether `text` can be a commit's id: it becomes the name of a folder.
+pub fn is_commit(text: &str) -> bool {
+    (1..=64).contains(&text.len()) && text.bytes().all(|c| c.is_ascii_alphanumeric())
+}
+
 /// Whether `HF_HUB_OFFLINE` forbids the network.
 pub fn offline() -> bool {
     env::var("HF_HUB_OFFLINE")
@@ -120,8 +125,7 @@ impl CachedRepo {
             Err(_) => revision.to_owned(),
         };
         let folder = self.files(&commit);
-        (!commit.contains(['/', '\\']) && !commit.starts_with('.') && folder.is_dir())
-            .then_some((commit, folder))
+        (is_commit(&commit) && folder.is_dir()).then_some((commit, folder))
     }
 
     /// Where the files of `commit` lie.

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 use hub::hugging_face::git_blob;
 use hub::local::{entry, names};
-use hub::{Failure, Machine, Repo, Server, sha256};
+use hub::{Answer, Failure, Machine, Repo, Server, sha256};
 use serde_json::Value;
 
 const TENSORS: &str = "rotations.safetensors";
@@ -138,6 +138,31 @@ fn what_was_pulled_once_is_there_offline() {
     let value: Value = serde_json::from_str(&out).unwrap();
     assert_eq!(value["offline"], true);
     assert_eq!(server.log(), [""; 0]);
+
+    // What was damaged since is not handed out, and comes anew.
+    let card = pulled(&online).join("README.md");
+    fs::write(fs::canonicalize(&card).unwrap(), "a c").unwrap();
+    let message = machine.refused(&["pull", "hf:org/kv"]);
+    assert!(
+        message.contains("README.md` of the cache is damaged"),
+        "{message}"
+    );
+    let machine = machine.without("HF_HUB_OFFLINE");
+    machine.fine(&["pull", "hf:org/kv"]);
+    assert_eq!(fs::read(&card).unwrap(), b"a card");
+}
+
+#[test]
+fn pulls_at_the_same_time_do_not_disturb_each_other() {
+    let (_server, machine, _, _) = single();
+    std::thread::scope(|scope| {
+        let pulls: Vec<_> = (0..4)
+            .map(|_| scope.spawn(|| machine.fine(&["pull", "hf:org/kv"])))
+            .collect();
+        for pull in pulls {
+            pull.join().unwrap();
+        }
+    });
 }
 
 #[test]
@@ -353,7 +378,25 @@ fn hostile_repositories_write_nowhere_else() {
     );
     let message = machine.refused(&["pull", "hf:org/kv"]);
     assert!(message.contains("gives no hash"), "{message}");
+
+    // A commit's id is the name of a folder.
+    let commits: [fn(&mut Answer); 3] = [
+        |answer| call_commit(answer, "../../../../evil"),
+        |answer| call_commit(answer, "/tmp/evil"),
+        |answer| call_commit(answer, ""),
+    ];
+    for change in commits {
+        server.fail("GET", "/revision/", Failure::Change(change));
+        let message = machine.refused(&["pull", "hf:org/kv"]);
+        assert!(message.contains("which is none"), "{message}");
+    }
     assert!(!machine.at("hf/hub").exists(), "something was written");
+}
+
+fn call_commit(answer: &mut Answer, id: &str) {
+    let mut value: Value = serde_json::from_slice(&answer.body).unwrap();
+    value["sha"] = id.into();
+    answer.body = value.to_string().into_bytes();
 }
 
 #[test]

@@ -62,10 +62,10 @@ pub fn step(mut engine: Engine, context: usize, steps: usize, graph: bool) -> Re
     let mut times = Vec::new();
     let last = WARM_UP + steps.max(1) - 1;
     for step in 0..=last {
-        let _seen = match step == last && !graph {
-            true => Some(Profiler::new().map_err(driver)?),
-            false => None,
-        };
+        let _seen = (step == last && !graph)
+            .then(Profiler::new)
+            .transpose()
+            .map_err(driver)?;
         let start = Instant::now();
         let hidden = engine.step(&[(sequence, &[token])])?;
         let logits: Tensor = engine.logits(&hidden)?;
@@ -75,13 +75,12 @@ pub fn step(mut engine: Engine, context: usize, steps: usize, graph: bool) -> Re
         }
     }
     times.sort_by(f64::total_cmp);
-    let graph_ms = match engine.replay_again()? {
-        true => {
-            let mut watch = Stopwatch::new(&device)?;
-            let timed = watch.time(steps, 0, &mut || engine.replay_again().map(|_| ()))?;
-            Some(timed.us_median / 1e3)
-        }
-        false => None,
+    let graph_ms = if engine.replay_again()? {
+        let mut watch = Stopwatch::new(&device)?;
+        let timed = watch.time(steps, 0, &mut || engine.replay_again().map(|_| ()))?;
+        Some(timed.us_median / 1e3)
+    } else {
+        None
     };
     let refusal = engine.graph_refusal().map(ToString::to_string);
     Ok(StepTimes {

@@ -93,19 +93,21 @@ fn fetch(id: &Id, _missing: &str) -> Result<()> {
 
     use crate::zoo::hub::{self, Host, Locator, Watch};
 
-    /// A model is opened in silence.
-    struct Silent;
-    impl Watch for Silent {
+    /// A model is opened without a bar, but a wait for the next attempt is said.
+    struct Notes;
+    impl Watch for Notes {
         fn expect(&self, _: u64) {}
         fn bytes(&self, _: u64) {}
-        fn note(&self, _: &str) {}
+        fn note(&self, text: &str) {
+            eprintln!("note: {text}");
+        }
     }
 
     let locator = Locator {
         host: Host::HuggingFace,
         id: id.clone(),
     };
-    let watch: Arc<dyn Watch> = Arc::new(Silent);
+    let watch: Arc<dyn Watch> = Arc::new(Notes);
     hub::fetch(&locator, is_needed, &watch)
 }
 

@@ -190,7 +190,13 @@ impl<'r, 'm> Engine<'r, 'm> {
                 hidden
             }
         };
-        last.check_finite(&hidden)?;
+        // Layers of a graph cannot be looked at one by one: which of them it was is not known.
+        last.check_finite(&hidden).map_err(|e| match e {
+            Error::Numeric { problem, .. } => {
+                Error::numeric("decode step, after the last layer", problem)
+            }
+            other => other,
+        })?;
         Ok(hidden)
     }
 

@@ -28,6 +28,9 @@ const STILL: Duration = Duration::from_mins(1);
 /// How much of an error is read.
 const SAID_BYTES: u64 = 64 << 10;
 
+/// More than any list of files takes.
+const MOST_JSON_BYTES: u64 = 64 << 20;
+
 /// A client that gives up on a connection that stands still: before the answer, or in the midst of it. A request with
 /// a large body takes a `timeout` of its own, which counts until the answer begins.
 pub(super) fn client(account: &Account) -> Result<Client> {
@@ -84,8 +87,16 @@ fn said(answer: Response) -> String {
 /// The JSON of an answer.
 pub(super) fn json<T: DeserializeOwned>(account: &Account, answer: Response) -> Result<T, Failure> {
     // What broke off is worth another attempt, what says something else is not.
-    let text = answer.text().map_err(|e| unreachable(account, e))?;
-    Ok(serde_json::from_str(&text)
+    let mut text = Vec::new();
+    answer
+        .take(MOST_JSON_BYTES + 1)
+        .read_to_end(&mut text)
+        .map_err(|e| account.unreachable(format!("the answer broke off: {}", causes(&e))))?;
+    if text.len() as u64 > MOST_JSON_BYTES {
+        let problem = format!("{} answered more than was asked for", account.hub);
+        return Err(account.error(problem).into());
+    }
+    Ok(serde_json::from_slice(&text)
         .map_err(|e| account.error(format!("{} answered what was not asked: {e}", account.hub)))?)
 }
 

@@ -12,6 +12,9 @@ use crate::hub_cache;
 use crate::zoo::{self, Entry};
 use crate::{Error, Result};
 
+/// Entries that a message lists.
+const MOST_NAMED: usize = 20;
+
 /// Which entry of a repository.
 #[derive(Clone, Debug, Default)]
 pub struct Wanted {
@@ -90,7 +93,19 @@ pub fn pull(locator: &Locator, wanted: &Wanted, watch: &Arc<dyn Watch>) -> Resul
 fn from_cache(locator: &Locator, wanted: &Wanted, commit: &str, folder: &Path) -> Result<Pulled> {
     let place = choose(locator, wanted, &entries_below(folder)?)
         .map_err(|e| e.hint("the cache holds only what was pulled: unset HF_HUB_OFFLINE"))?;
-    let folder = folder.join(&place);
+    let folder = below(folder, &place);
+    for name in zoo::FILES {
+        let file = folder.join(name);
+        if file.exists() && !source::is_whole(&file)? {
+            return Err(Error::invalid(
+                locator,
+                format!("`{}` of the cache is damaged", file.display()),
+            )
+            .hint(format!(
+                "run `oscar pull {locator}` where there is a network: it fetches the file anew"
+            )));
+        }
+    }
     let entry = check(locator, wanted, &folder)?;
     Ok(Pulled {
         folder,
@@ -99,6 +114,14 @@ fn from_cache(locator: &Locator, wanted: &Wanted, commit: &str, folder: &Path) -
         model: entry.metadata.model.id,
         offline: true,
     })
+}
+
+/// The folder of the entry at `place`, "" for `folder` itself.
+fn below(folder: &Path, place: &str) -> PathBuf {
+    match place {
+        "" => folder.to_owned(),
+        place => folder.join(place),
+    }
 }
 
 /// Folders of the entries in a snapshot of the cache.
@@ -176,7 +199,13 @@ fn listed<'a>(places: impl Iterator<Item = &'a String>) -> String {
         Some((model, tag)) => format!("`{}` ({tag})", model.replacen("__", "/", 1)),
         None => "one at the root, without a tag".to_owned(),
     });
-    named.collect::<Vec<_>>().join(", ")
+    let mut named: Vec<_> = named.collect();
+    let more = named.len().saturating_sub(MOST_NAMED);
+    named.truncate(MOST_NAMED);
+    if more > 0 {
+        named.push(format!("and {more} more"));
+    }
+    named.join(", ")
 }
 
 fn fetch(source: &Source<'_>, wanted: &Wanted, place: &str) -> Result<Pulled> {
@@ -192,7 +221,7 @@ fn fetch(source: &Source<'_>, wanted: &Wanted, place: &str) -> Result<Pulled> {
         }
     }
     Ok(Pulled {
-        folder: source.keep(&blobs)?.join(place),
+        folder: below(&source.keep(&blobs)?, place),
         place: place.to_owned(),
         commit: source.snapshot.commit.clone(),
         model,

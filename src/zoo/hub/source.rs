@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::{ContentId, Hub, Locator, RemoteFile, Snapshot, Watch, open};
-use crate::hub_cache::CachedRepo;
+use crate::hub_cache::{self, CachedRepo};
 use crate::{Error, Result, files};
 
 /// The part of the cache that is `locator`'s.
@@ -22,7 +22,7 @@ pub(super) fn repo(locator: &Locator) -> Result<CachedRepo> {
 
 /// The repository now, which must be there.
 pub(super) fn look(locator: &Locator, hub: &dyn Hub) -> Result<Snapshot> {
-    hub.snapshot()?.ok_or_else(|| {
+    let snapshot = hub.snapshot()?.ok_or_else(|| {
         Error::invalid(
             locator,
             format!(
@@ -31,7 +31,19 @@ pub(super) fn look(locator: &Locator, hub: &dyn Hub) -> Result<Snapshot> {
             ),
         )
         .hint("check owner and name; a private repository needs a token")
-    })
+    })?;
+    if !hub_cache::is_commit(&snapshot.commit) {
+        return Err(Error::invalid(
+            locator,
+            format!(
+                "{} calls its commit `{}`, which is none",
+                locator.host.name(),
+                snapshot.commit.escape_debug()
+            ),
+        )
+        .hint("check the address of the hub, such as HF_ENDPOINT"));
+    }
+    Ok(snapshot)
 }
 
 /// Brings those files of a repository into the cache whose paths are `wanted`.
@@ -133,6 +145,20 @@ impl<'a> Source<'a> {
     }
 }
 
+/// Whether a file of the cache has the hash by which its content is called there. Files that are no links have none.
+pub(super) fn is_whole(path: &Path) -> Result<bool> {
+    let Ok(blob) = fs::read_link(path) else {
+        return Ok(true);
+    };
+    let hash = blob.file_name().unwrap_or_default().to_string_lossy();
+    let content = match hash.len() {
+        40 => ContentId::GitBlob(hash.into_owned()),
+        64 => ContentId::Sha256(hash.into_owned()),
+        _ => return Ok(true),
+    };
+    content.is_of(path)
+}
+
 /// Waits until no other program fetches the same content; `huggingface_hub` heeds the same lock.
 fn lock(path: &Path) -> Result<File> {
     if let Some(folder) = path.parent() {
@@ -148,18 +174,26 @@ fn link(blob: &Path, path: &Path) -> Result<()> {
     if let Some(folder) = path.parent() {
         fs::create_dir_all(folder).map_err(Error::io("create folder", folder))?;
     }
-    if path.symlink_metadata().is_ok() {
-        fs::remove_file(path).map_err(Error::io("remove", path))?;
-    }
+    // Others may be reading it, or making the same link: what is right stays, what is not is replaced in one step.
     #[cfg(unix)]
     {
-        std::os::unix::fs::symlink(relative(blob, path), path).map_err(Error::io("link", path))
+        let target = relative(blob, path);
+        if fs::read_link(path).is_ok_and(|there| there == target) {
+            return Ok(());
+        }
+        let folder = path.parent().unwrap_or(Path::new("."));
+        let made = tempfile::Builder::new()
+            .prefix(".oscar-")
+            .make_in(folder, |link| std::os::unix::fs::symlink(&target, link))
+            .map_err(Error::io("link in", folder))?;
+        made.persist(path)
+            .map(drop)
+            .map_err(|e| Error::io("link", path)(e.error))
     }
     #[cfg(not(unix))]
     {
-        fs::copy(blob, path)
-            .map(drop)
-            .map_err(Error::io("copy", path))
+        let mut bytes = fs::File::open(blob).map_err(Error::io("read", blob))?;
+        files::write_atomic(path, |out| std::io::copy(&mut bytes, out).map(drop))
     }
 }
 
