@@ -23,7 +23,7 @@ pub enum Error {
     Numeric { place: String, problem: String },
     /// Ctrl-C or SIGTERM; the same command goes on from the last finished layer.
     #[error(
-        "interrupted\n  hint: finished layers of a collection are kept; the same command goes on after them"
+        "interrupted\n  hint: the same command goes on: finished layers of a collection and what came of a download are kept"
     )]
     Interrupted,
     /// A tensor operation failed.

@@ -38,11 +38,18 @@ impl fmt::Debug for Token {
 pub(super) struct Account {
     /// The hub's name as people know it.
     pub hub: &'static str,
+    /// Where its address comes from, for hints.
+    pub address: &'static str,
     /// `hf:owner/name`
     pub repo: String,
     /// What to do to have a token, as the hint of a message.
     pub login: &'static str,
     pub token: Option<Token>,
+}
+
+/// Whether it changes the direction of the text that follows.
+fn turns_text(c: char) -> bool {
+    matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
 impl Account {
@@ -53,7 +60,7 @@ impl Account {
 
     /// Text of a hub as it may be shown: without the token, if it is repeated, and without what moves a cursor.
     pub fn shown(&self, text: &str) -> String {
-        let text = text.replace(|c: char| c.is_control() && c != '\n', "");
+        let text = text.replace(|c: char| c != '\n' && (c.is_control() || turns_text(c)), "");
         match &self.token {
             Some(token) => text.replace(token.secret(), "[token]"),
             None => text,
@@ -64,7 +71,10 @@ impl Account {
     pub fn unreachable(&self, problem: impl fmt::Display) -> Failure {
         Failure::Broken(
             self.error(format!("{} cannot be reached: {problem}", self.hub))
-                .hint("check the network; what was sent already is not sent again"),
+                .hint(format!(
+                    "check the network, and {}; the same command goes on where this one ended",
+                    self.address
+                )),
         )
     }
 
@@ -146,6 +156,7 @@ mod tests {
     fn account() -> Account {
         Account {
             hub: "Hugging Face",
+            address: "HF_ENDPOINT where it is set",
             repo: "hf:owner/name".to_owned(),
             login: "run `hf auth login`",
             token: Token::new(" hf_secret\n"),

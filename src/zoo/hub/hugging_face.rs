@@ -39,6 +39,7 @@ impl HuggingFace {
     pub fn new(locator: &Locator, watch: Arc<dyn Watch>) -> Result<Self> {
         let account = Account {
             hub: Host::HuggingFace.name(),
+            address: "HF_ENDPOINT where it is set",
             repo: locator.repo(),
             login: LOGIN,
             token: token(),

@@ -146,6 +146,7 @@ impl Api {
     pub fn new(locator: &Locator, watch: Arc<dyn Watch>) -> Result<Self> {
         let account = Account {
             hub: locator.host.name(),
+            address: "MODELSCOPE_ENDPOINT where it is set",
             repo: locator.repo(),
             login: login::HOW,
             token: login::token(),
