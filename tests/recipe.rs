@@ -292,6 +292,12 @@ fn a_flag_beats_what_it_excludes() {
     let got = values(&["import", "--recipe", str(&path), "--heads", "4"]).unwrap();
     assert!(got.contains_key("heads") && !got.contains_key("model"));
 
+    let path = file(&folder, "[fit]\nmoments = 'm'\nout = 'a'\n");
+    let base = ["fit", "--recipe", str(&path)];
+    let got = values(&[&base[..], &["--zoo", "b"]].concat()).unwrap();
+    assert!(got["zoo"].as_str() == Some("b") && !got.contains_key("out"));
+    assert_eq!(values(&base).unwrap()["out"].as_str(), Some("a"));
+
     let path = file(
         &folder,
         &format!("[import]\n{both}model = 'm'\nheads = 4\n"),

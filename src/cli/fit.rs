@@ -163,7 +163,7 @@ impl FitArgs {
 #[command(next_help_heading = "Output")]
 pub struct PlaceArgs {
     /// Folder of the entry; ZOO/<org>__<model>/<method> where not given
-    #[arg(short, long, value_name = "DIR")]
+    #[arg(short, long, value_name = "DIR", conflicts_with = "zoo")]
     out: Option<PathBuf>,
 
     /// The zoo that the entry is put into where no --out is given
