@@ -156,6 +156,31 @@ fn what_is_no_repeat_is_refused() {
     );
 }
 
+#[test]
+fn a_place_for_no_entry_is_refused_before_the_run() {
+    let toy = Toy::new();
+    let (taken, folder) = (toy.at("taken"), toy.at("folder"));
+    fs::write(&taken, "mine").unwrap();
+    fs::create_dir_all(folder.join("README.md")).unwrap();
+    for (out, named) in [
+        (&taken, "is a file"),
+        (&taken.join("below"), "is a file"),
+        (&folder, "README.md: is a folder"),
+    ] {
+        for more in [&[][..], &["--force"]] {
+            let mut arguments = toy.collect(out);
+            arguments[0] = "calibrate";
+            let moments = toy.at("m.safetensors");
+            arguments.extend(["--moments", str(&moments)]);
+            arguments.extend(more);
+            let said = run(2, &arguments);
+            assert!(said.contains(named), "{said}");
+            assert!(!moments.exists(), "{said}");
+        }
+    }
+    assert_eq!(fs::read_to_string(&taken).unwrap(), "mine");
+}
+
 /// Entries of older versions have no recipe, and those that `fit` made do not know where model and prompts were.
 #[test]
 fn what_an_entry_does_not_say_is_asked_for() {

@@ -90,7 +90,9 @@ pub fn run(args: &Args, given: &Given) -> Result<Outcome> {
         repeated.check_place(&folder)?;
         repeated.check_model(&model)?;
     }
-    if !args.place.force {
+    if args.place.force {
+        Entry::check_folder(&folder)?;
+    } else {
         Entry::check_place(&folder, model.id(), &model.weights_fingerprint()?)?;
     }
     let tokenizer = Tokenizer::load(&model)?;

@@ -12,7 +12,7 @@ use super::{Outcome, entry_recipe};
 use crate::calib::Moments;
 use crate::calib::fit::{FitOptions, Fitted, fit};
 use crate::report::card;
-use crate::zoo::{Method, Rounding, Scope, VMoment, Windows};
+use crate::zoo::{Entry, Method, Rounding, Scope, VMoment, Windows};
 
 /// Fit a zoo entry to moments, in seconds and without the model.
 #[derive(clap::Args, Debug)]
@@ -188,6 +188,7 @@ impl PlaceArgs {
 pub fn run(args: &Args, given: &Given) -> Result<Outcome> {
     let moments = Moments::open(&args.moments)?;
     let folder = args.place.folder(&moments.meta().model.id, &args.fit);
+    Entry::check_folder(&folder)?;
     let mut settings = given.values.clone();
     settings.extend(entry_recipe::of_moments(&moments));
     let fitted = write(&moments, &args.fit, &args.place, &folder, &settings)?;

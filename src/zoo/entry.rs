@@ -178,6 +178,7 @@ impl Entry {
     /// Refuses to replace the entry of another model, or one it cannot read, unless `force`; refuses to write an
     /// entry that [`Self::open`] would refuse.
     pub fn write(&self, folder: &Path, force: bool) -> Result<PathBuf> {
+        Self::check_folder(folder)?;
         let file = folder.join(FILE);
         let bytes = self.to_bytes(&file)?;
         if let Some(problem) = verify::first_problem(&bytes) {
@@ -204,11 +205,38 @@ impl Entry {
         Ok(file)
     }
 
+    /// Refuses a place that cannot become an entry's folder, so that a long run need not end in that.
+    ///
+    /// # Errors
+    /// A file where the folder would be or above it, a folder that is called as an entry's file.
+    pub fn check_folder(folder: &Path) -> Result<()> {
+        if let Some(there) = folder.ancestors().find(|place| place.exists())
+            && !there.is_dir()
+        {
+            return Err(
+                Error::invalid(there.display(), "is a file, and an entry is a folder")
+                    .hint("choose another folder"),
+            );
+        }
+        for file in FILES.map(|name| folder.join(name)) {
+            if file.is_dir() {
+                return Err(Error::invalid(
+                    file.display(),
+                    "is a folder, and an entry has a file of that name",
+                )
+                .hint("remove it, or choose another folder"));
+            }
+        }
+        Ok(())
+    }
+
     /// Refuses a folder that holds what [`Self::write`] would not replace with an entry of this model.
     ///
     /// # Errors
-    /// The entry of another model or of other weights, or a file that is no readable entry.
+    /// The entry of another model or of other weights, a file that is no readable entry, and those of
+    /// [`Self::check_folder`].
     pub fn check_place(folder: &Path, id: &str, weights_fingerprint: &str) -> Result<()> {
+        Self::check_folder(folder)?;
         let file = folder.join(FILE);
         if !file.exists() {
             return Ok(());
