@@ -496,6 +496,21 @@ fn a_full_disk_leaves_no_half_written_file() {
 }
 
 #[test]
+fn what_does_not_exist_is_named() {
+    let mut commands = vec![
+        &["report", "nothing"][..],
+        &["validate", "nothing", "-m", "m"],
+    ];
+    if cfg!(feature = "hub") {
+        commands.push(&["publish", "nothing", "--to", "hf:o/n"]);
+    }
+    for command in commands {
+        let said = failure(&oscar(command));
+        assert!(said.contains("`nothing"), "{command:?}: {said}");
+    }
+}
+
+#[test]
 fn a_closed_pipe_is_success() {
     let mut child = Command::new(env!("CARGO_BIN_EXE_oscar"))
         .args(["completions", "bash"])

@@ -105,7 +105,7 @@ pub fn run(args: &Args) -> Result<Outcome> {
         None => Tolerances::default(),
     };
     let baseline = Entry::open(&args.baseline)?;
-    let old = Report::read(entry_folder(&args.baseline))?.filter(|old| {
+    let old = Report::read(entry_folder(&args.baseline)?)?.filter(|old| {
         let of = old.provenance.entry_sha256.as_ref();
         !old.methods.is_empty() && of == Some(&baseline.metadata.content_sha256)
     });
@@ -172,7 +172,7 @@ pub fn run(args: &Args) -> Result<Outcome> {
     if args.recalibrate {
         now.write(&args.entry)?;
         report::write(&args.entry)?;
-        let license = card::stated_license(entry_folder(&args.baseline));
+        let license = card::stated_license(entry_folder(&args.baseline)?);
         card::write(&args.entry, license.as_deref())?;
     }
     if let Some(path) = &args.report {
@@ -208,7 +208,7 @@ pub fn run(args: &Args) -> Result<Outcome> {
 
 /// Collects and fits by the baseline's recipe.
 fn recalibrate(args: &Args, baseline: &Entry, model: &Model) -> Result<Entry> {
-    if same_place(&args.entry, entry_folder(&args.baseline)) {
+    if same_place(&args.entry, entry_folder(&args.baseline)?) {
         return Err(Error::invalid(
             "--recalibrate",
             "would replace the baseline with what it is compared with",

@@ -334,12 +334,16 @@ pub fn moments_beside(entry: &Path) -> PathBuf {
 }
 
 /// The folder of an entry that is named by its folder or by the file in it.
-pub fn entry_folder(path: &Path) -> &Path {
-    if path.is_dir() {
-        path
-    } else {
-        path.parent().unwrap_or(path)
-    }
+///
+/// # Errors
+/// Where there is neither.
+pub fn entry_folder(path: &Path) -> crate::Result<&Path> {
+    let found = std::fs::metadata(path).map_err(Error::io("read", path))?;
+    Ok(match path.parent() {
+        _ if found.is_dir() => path,
+        Some(parent) if parent == Path::new("") => Path::new("."),
+        parent => parent.unwrap_or(path),
+    })
 }
 
 /// Whether two paths are one place, where that can be told.

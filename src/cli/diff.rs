@@ -73,7 +73,7 @@ pub fn run(args: &Args) -> Result<Outcome> {
 }
 
 fn measured(args: &Args) -> Result<Option<Measured>> {
-    let read = |path| Report::read(entry_folder(path));
+    let read = |path| Report::read(entry_folder(path)?);
     let (Some(a), Some(b)) = (read(&args.a)?, read(&args.b)?) else {
         return Ok(None);
     };

@@ -35,7 +35,7 @@ const WITHOUT_EFFECT: [&str; 9] = [
 /// # Errors
 /// A recipe or an entry that cannot be read, a recipe that says where things go, an imported entry.
 pub fn read(folder: &Path) -> Result<Recipe> {
-    let folder = entry_folder(folder);
+    let folder = entry_folder(folder)?;
     let path = folder.join(zoo::RECIPE);
     if path.exists() {
         let recipe = Recipe::read(&path)?;

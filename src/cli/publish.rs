@@ -125,7 +125,7 @@ fn can_be_made(args: &Args) -> Result<()> {
 fn locals(paths: &[PathBuf]) -> Result<Vec<Local>> {
     let mut folders = Vec::new();
     for path in paths {
-        let folder = entry_folder(path);
+        let folder = entry_folder(path)?;
         if folder.join(zoo::FILE).is_file() {
             folders.push(folder.to_owned());
             continue;

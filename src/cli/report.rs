@@ -35,7 +35,7 @@ pub struct Args {
 }
 
 pub fn run(args: &Args) -> Result<Outcome> {
-    let folder = entry_folder(&args.entry);
+    let folder = entry_folder(&args.entry)?;
     let inputs = report::Inputs::read(folder)?;
     let page = inputs.page()?;
     let out = args

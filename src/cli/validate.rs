@@ -137,7 +137,7 @@ pub fn run(args: &Args) -> Result<Outcome> {
     meter.finish();
 
     if !args.no_write {
-        let folder = entry_folder(&args.entry);
+        let folder = entry_folder(&args.entry)?;
         report.write(folder)?;
         page::write(folder)?;
         page::card::write(folder, None)?;
@@ -159,7 +159,7 @@ pub fn run(args: &Args) -> Result<Outcome> {
 
 /// `--moments`, or the file that `oscar calibrate` leaves beside the entry.
 fn moments(args: &Args) -> Result<Option<Moments>> {
-    let beside = moments_beside(entry_folder(&args.entry));
+    let beside = moments_beside(entry_folder(&args.entry)?);
     let path = match &args.moments {
         Some(path) => path,
         None if beside.exists() => &beside,

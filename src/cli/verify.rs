@@ -106,7 +106,7 @@ fn checks(path: &Path) -> Result<Vec<Line>> {
         })
         .collect();
     if let Some(entry) = entry
-        && let Some(problems) = entry_recipe::problems(entry_folder(path), &entry)
+        && let Some(problems) = entry_recipe::problems(entry_folder(path)?, &entry)
     {
         lines.push(Line {
             name: "recipe".to_owned(),
