@@ -119,6 +119,12 @@ fn what_is_no_repeat_is_refused() {
         said.contains("other calibration tokens") && said.contains("--data"),
         "{said}"
     );
+    assert!(said.contains("recipe.toml"), "{said}");
+    let said = repeat(2, &["--seed", "8", "--tokens", "7000"]);
+    assert!(
+        said.contains("leave out --tokens and --seed"),
+        "{said}"
+    );
 
     let model = toy.at("model");
     fs::create_dir(&model).unwrap();
@@ -226,6 +232,7 @@ fn what_an_entry_does_not_say_is_asked_for() {
     let base = ["calibrate", "--recipe", str(&entry), "--out", str(&third)];
     let said = run(2, &[&base[..], &more].concat());
     assert!(said.contains("other calibration tokens"), "{said}");
+    assert!(!said.contains("recipe.toml"), "{said}");
     let said = run(0, &[&base[..], &more, &["--holdout", "1024"]].concat());
     assert!(said.contains("byte for byte"), "{said}");
 }
@@ -415,7 +422,10 @@ fn what_is_wrong_is_named_with_file_table_and_key() {
     );
     assert!(run(2, &["devices", "--recipe", "no/such.toml"]).contains("no/such.toml"));
     let said = run(2, &["devices", "--recipe", str(folder.path())]);
-    assert!(said.contains("not a regular file"), "{said}");
+    assert!(
+        said.contains("not a regular file") && said.contains("only `calibrate` takes an entry"),
+        "{said}"
+    );
     // What is wrong on the command line is said first, as without a recipe.
     let path = file(&folder, "[devices]\nformat = 'json'");
     let said = run(2, &["devices", "--formt", "text", "--recipe", str(&path)]);

@@ -98,7 +98,7 @@ pub fn run(args: &Args, given: &Given) -> Result<Outcome> {
     let tokenizer = Tokenizer::load(&model)?;
     let corpus = args.data.read(&model, &tokenizer)?;
     if let Some(repeated) = &repeated {
-        repeated.check_tokens(&corpus, &tokenizer)?;
+        repeated.check_tokens(&corpus, &tokenizer, &given.flags)?;
     }
     let prompts = (&tokenizer, &corpus);
     let fitted = make(&model, prompts, args, &given.values, &moments, &folder)?;
@@ -152,6 +152,16 @@ pub fn make(
 /// Of the largest number of a tensor: what f32 and another order of sums explain.
 const ROUNDING: f64 = 1e-4;
 
+/// What takes other tokens from the same files.
+const CHOOSE_TOKENS: [&str; 6] = [
+    "chat-template",
+    "holdout",
+    "overlong",
+    "seed",
+    "seq-len",
+    "tokens",
+];
+
 /// The entry whose calibration is to be repeated.
 struct Repeated {
     path: PathBuf,
@@ -185,45 +195,69 @@ impl Repeated {
             "other weights",
             &of.weights_fingerprint,
             &model.weights_fingerprint()?,
-            "--model",
+            "say with --model where those are",
         )?;
         self.check(
             "another configuration",
             &of.config_sha256,
             model.config_sha256(),
-            "--model",
+            "say with --model where that is",
         )
     }
 
-    fn check_tokens(&self, corpus: &Corpus, tokenizer: &Tokenizer) -> Result<()> {
+    fn check_tokens(
+        &self,
+        corpus: &Corpus,
+        tokenizer: &Tokenizer,
+        flags: &[String],
+    ) -> Result<()> {
         let of = &self.entry.metadata.calibration;
         self.check(
             "another tokenizer",
             &of.tokenizer_sha256,
             tokenizer.sha256(),
-            "--model",
+            "say with --model where that is",
         )?;
+        let choosing: Vec<_> = flags
+            .iter()
+            .filter(|flag| CHOOSE_TOKENS.contains(&flag.as_str()))
+            .map(|flag| format!("--{flag}"))
+            .collect();
+        let step = if choosing.is_empty() {
+            "say with --data where those are".to_owned()
+        } else {
+            format!(
+                "leave out {}, for what the entry was made with",
+                choosing.join(" and ")
+            )
+        };
         self.check(
             "other calibration tokens",
             &of.token_ids_sha256,
             &corpus.token_ids_sha256,
-            "--data",
+            &step,
         )
     }
 
-    fn check(&self, what: &str, recorded: &str, now: &str, flag: &str) -> Result<()> {
+    fn check(&self, what: &str, recorded: &str, now: &str, step: &str) -> Result<()> {
         if recorded == now {
             return Ok(());
         }
         let path = self.path.display();
+        let settings = self.path.join(zoo::RECIPE);
+        let hint = if settings.exists() {
+            format!(
+                "{step}; for the settings alone, give --recipe {}",
+                settings.display()
+            )
+        } else {
+            step.to_owned()
+        };
         Err(Error::invalid(
             format!("--recipe {path}"),
             format!("{what} than it was made with ({now}, not {recorded}): no repeat of it"),
         )
-        .hint(format!(
-            "say with {flag} where those are; for the settings alone, give --recipe {}",
-            self.path.join(zoo::RECIPE).display()
-        ))
+        .hint(hint)
         .into())
     }
 

@@ -31,6 +31,8 @@ const ITSELF: &str = "recipe";
 pub struct Given {
     /// Values by key, as a recipe would have them; switches only where they are on.
     pub values: Table,
+    /// The keys that the command line gives beside a recipe.
+    pub flags: Vec<String>,
     /// The entry that `--recipe` names, where it names one.
     pub entry: Option<PathBuf>,
 }
@@ -230,13 +232,7 @@ impl Recipe {
 
     /// `typed`, a command line, with what it leaves open taken from this recipe.
     fn complete(&self, typed: Vec<OsString>, leaf: &Leaf) -> crate::Result<Vec<OsString>> {
-        let on_command_line =
-            |id: &str| leaf.matches.value_source(id) == Some(ValueSource::CommandLine);
-        let flags: Vec<&Arg> = leaf
-            .command
-            .get_arguments()
-            .filter(|arg| on_command_line(arg.get_id().as_str()))
-            .collect();
+        let flags: Vec<&Arg> = leaf.flags().collect();
         let beaten = |argument: &Argument| {
             flags.iter().any(|flag| {
                 *flag.get_id() == argument.id
@@ -305,6 +301,13 @@ impl<'a> Leaf<'a> {
         (!leaf.command.has_subcommands()).then_some(leaf)
     }
 
+    /// What the command line gives.
+    fn flags(&self) -> impl Iterator<Item = &Arg> {
+        self.command.get_arguments().filter(|arg| {
+            self.matches.value_source(arg.get_id().as_str()) == Some(ValueSource::CommandLine)
+        })
+    }
+
     /// All values, flags' and defaults'.
     fn values(&self) -> Table {
         let mut table = Table::new();
@@ -338,6 +341,7 @@ pub fn parse(words: &[OsString]) -> Result<(Cli, Given)> {
     let lenient = root.clone().ignore_errors(true);
     let mut recipe = None;
     let mut given_entry = None;
+    let mut flags = Vec::new();
     let mut completed = words.to_owned();
     if let Ok(matches) = lenient.try_get_matches_from(words)
         && let Some(leaf) = Leaf::of(&root, &matches)
@@ -346,8 +350,12 @@ pub fn parse(words: &[OsString]) -> Result<(Cli, Given)> {
         given_entry = entry_of(path).filter(|_| leaf.name == entry_recipe::COMMAND);
         let read = match &given_entry {
             Some(entry) => entry_recipe::read(entry)?,
-            None => Recipe::read(path)?,
+            None => Recipe::read(path).map_err(|error| match entry_of(path) {
+                Some(_) => error.hint("only `calibrate` takes an entry; give a TOML file"),
+                None => error,
+            })?,
         };
+        flags = leaf.flags().map(|arg| name_of(arg).to_owned()).collect();
         completed = read.complete(completed, &leaf)?;
         recipe = Some(read);
     }
@@ -368,6 +376,7 @@ pub fn parse(words: &[OsString]) -> Result<(Cli, Given)> {
     };
     let given = Given {
         values: Leaf::of(&root, &matches).map_or_else(Table::new, |leaf| leaf.values()),
+        flags,
         entry: given_entry,
     };
     Ok((Cli::from_arg_matches(&matches)?, given))
