@@ -229,7 +229,7 @@ config = "config.json"
 decode = { batch = 8, context = 1_000, format = "json" }
 
 [import]
-files = ["k.pt", "v.pt"]
+file = ["k.pt", "v.pt"]
 heads = 9
 k-clip = 9.6e-1
 "#;

@@ -121,10 +121,7 @@ fn what_is_no_repeat_is_refused() {
     );
     assert!(said.contains("recipe.toml"), "{said}");
     let said = repeat(2, &["--seed", "8", "--tokens", "7000"]);
-    assert!(
-        said.contains("leave out --tokens and --seed"),
-        "{said}"
-    );
+    assert!(said.contains("leave out --tokens and --seed"), "{said}");
 
     let model = toy.at("model");
     fs::create_dir(&model).unwrap();
@@ -310,7 +307,7 @@ fn flags_win_over_a_recipe_and_a_recipe_over_defaults() {
 #[test]
 fn a_flag_beats_what_it_excludes() {
     let folder = TempDir::new().unwrap();
-    let both = "files = ['a.safetensors']\nout = 'o'\n";
+    let both = "file = ['a.safetensors']\nout = 'o'\n";
     let path = file(
         &folder,
         &format!("[import]\n{both}architecture = 'llama'\nheads = 4\n"),
@@ -363,6 +360,10 @@ fn what_is_wrong_is_named_with_file_table_and_key() {
         (
             "[fit]\nseq_len = 1\n[collect]\nseq_len = 1",
             &["`[collect]`", "seq_len", "did you mean `seq-len`?"],
+        ),
+        (
+            "[verify]\npaths = ['x']",
+            &["`[verify]`", "`paths`", "did you mean `path`?"],
         ),
         ("[fit]\nrecipe = 'x'", &["`[fit]`", "recipe of its own"]),
         ("[fit]\nhelp = true", &["`[fit]`", "`help`"]),
@@ -438,6 +439,11 @@ fn command_lines_and_recipes_say_the_same() {
     let folder = TempDir::new().unwrap();
     for words in [
         &["verify", "a", "b"][..],
+        &["card", "a"],
+        #[cfg(feature = "hub")]
+        &["pull", "hf:a/b"],
+        #[cfg(feature = "hub")]
+        &["publish", "e", "--to", "hf:a/b"],
         &[
             "collect",
             "-m",
@@ -512,9 +518,13 @@ fn keys_are_unambiguous() {
         commands.extend(command.get_subcommands());
         let mut keys = BTreeSet::new();
         for arg in command.get_arguments() {
-            let key = arg.get_long().unwrap_or_else(|| arg.get_id().as_str());
-            assert!(keys.insert(key), "{}: {key}", command.get_name());
+            let shown = arg.get_value_names().and_then(|names| names.first());
+            let key = match (arg.get_long(), shown) {
+                (Some(long), _) => long.to_owned(),
+                (None, shown) => shown.unwrap().to_lowercase(),
+            };
             assert!(arg.is_positional() || arg.get_long().is_some(), "{key}");
+            assert!(keys.insert(key), "{}: {arg}", command.get_name());
         }
     }
 }

@@ -205,12 +205,7 @@ impl Repeated {
         )
     }
 
-    fn check_tokens(
-        &self,
-        corpus: &Corpus,
-        tokenizer: &Tokenizer,
-        flags: &[String],
-    ) -> Result<()> {
+    fn check_tokens(&self, corpus: &Corpus, tokenizer: &Tokenizer, flags: &[String]) -> Result<()> {
         let of = &self.entry.metadata.calibration;
         self.check(
             "another tokenizer",

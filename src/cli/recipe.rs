@@ -173,6 +173,7 @@ impl Recipe {
         }
         let Some(arg) = command.get_arguments().find(|arg| name_of(arg) == key) else {
             let known: Vec<_> = command.get_arguments().map(name_of).collect();
+            let known: Vec<_> = known.iter().map(String::as_str).collect();
             return Err(Error::unknown(
                 &self.place,
                 format_args!("key of `[{name}]`"),
@@ -325,7 +326,7 @@ impl<'a> Leaf<'a> {
                 ArgAction::Set if values.len() == 1 => values.remove(0),
                 _ => continue,
             };
-            table.insert(name_of(arg).to_owned(), value);
+            table.insert(name_of(arg), value);
         }
         table
     }
@@ -355,7 +356,7 @@ pub fn parse(words: &[OsString]) -> Result<(Cli, Given)> {
                 None => error,
             })?,
         };
-        flags = leaf.flags().map(|arg| name_of(arg).to_owned()).collect();
+        flags = leaf.flags().map(name_of).collect();
         completed = read.complete(completed, &leaf)?;
         recipe = Some(read);
     }
@@ -414,9 +415,14 @@ fn entry_of(path: &Path) -> Option<PathBuf> {
         .map(|_| folder.unwrap_or(Path::new(".")).to_owned())
 }
 
-/// A long flag, or the name of a positional argument.
-fn name_of(arg: &Arg) -> &str {
-    arg.get_long().unwrap_or_else(|| arg.get_id().as_str())
+/// A long flag, or the name that help shows of a positional argument, in lower case.
+fn name_of(arg: &Arg) -> String {
+    let shown = arg.get_value_names().and_then(|names| names.first());
+    match (arg.get_long(), shown) {
+        (Some(long), _) => long.to_owned(),
+        (None, Some(name)) => name.to_lowercase(),
+        (None, None) => arg.get_id().to_string(),
+    }
 }
 
 /// Whether `arg` may not be given beside `other`.
