@@ -505,8 +505,24 @@ fn what_does_not_exist_is_named() {
         commands.push(&["publish", "nothing", "--to", "hf:o/n"]);
     }
     for command in commands {
-        let said = failure(&oscar(command));
+        let said = refused(command);
         assert!(said.contains("`nothing"), "{command:?}: {said}");
+    }
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn output_that_cannot_be_written_is_named() {
+    for command in [&["devices"][..], &["completions", "bash"], &["man"]] {
+        let full = fs::File::options().write(true).open("/dev/full").unwrap();
+        let output = Command::new(env!("CARGO_BIN_EXE_oscar"))
+            .args(command)
+            .stdout(full)
+            .output()
+            .unwrap();
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(said.contains("cannot write to standard output"), "{said}");
     }
 }
 

@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use candle_core::DType;
 use clap::ValueEnum;
 
@@ -306,14 +306,20 @@ impl EvaluationDataArgs {
 
 /// Prints a result; a closed pipe comes back as the error that `main` takes for success.
 pub fn print(text: &str) -> Result<()> {
-    let mut out = std::io::stdout().lock();
-    out.write_all(text.as_bytes())?;
-    if !text.ends_with('\n') {
-        out.write_all(b"\n")?;
-    }
-    out.flush()?;
-    Ok(())
+    let end = if text.ends_with('\n') { "" } else { "\n" };
+    print_bytes(&[text.as_bytes(), end.as_bytes()].concat())
 }
+
+/// As [`print`], as it is.
+pub fn print_bytes(bytes: &[u8]) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    out.write_all(bytes)
+        .and_then(|()| out.flush())
+        .context(CANNOT_PRINT)
+}
+
+/// What is said where printing fails.
+pub const CANNOT_PRINT: &str = "cannot write to standard output";
 
 /// Prints a result as indented JSON.
 pub fn print_json(value: &impl serde::Serialize) -> Result<()> {

@@ -5,12 +5,12 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use clap::ValueEnum;
 use serde::Serialize;
 
 use super::Outcome;
-use super::common::{Format, ModelArgs, print_json};
+use super::common::{CANNOT_PRINT, Format, ModelArgs, print_json};
 use crate::Error;
 use crate::data::{ChatTemplate, Tokenizer, prompts};
 use crate::eval::check_entry;
@@ -375,7 +375,8 @@ fn text(
     let mut out = std::io::stdout().lock();
     let streams = args.format == Format::Text;
     if streams && args.compare {
-        writeln!(out, "--- {}", if kv == Kv::Int2 { "INT2" } else { "BF16" })?;
+        let name = if kv == Kv::Int2 { "INT2" } else { "BF16" };
+        writeln!(out, "--- {name}").context(CANNOT_PRINT)?;
     }
     // A closed pipe ends generation, and is told as itself.
     let mut closed = None;
@@ -391,13 +392,14 @@ fn text(
         Ok(())
     });
     if let Some(error) = closed {
-        return Err(error.into());
+        return Err(error).context(CANNOT_PRINT);
     }
     let generated = generated?;
     let rest = stream.finish()?;
     if streams {
-        writeln!(out, "{rest}")?;
-        out.flush()?;
+        writeln!(out, "{rest}")
+            .and_then(|()| out.flush())
+            .context(CANNOT_PRINT)?;
     }
     text.push_str(&rest);
     Ok((generated, text))

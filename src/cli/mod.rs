@@ -56,10 +56,9 @@ pub struct Cli {
     /// TOML file of arguments, under a table a command; flags win
     ///
     /// `[calibrate]`, `[bench.decode]`, … hold the long flags of their command: text in quotes, numbers, true for
-    /// switches, lists for flags that repeat; and positional arguments by the name that help shows, in
-    /// lower case. What the command line gives too, or
-    /// excludes, is left out, and what neither gives has its default. Paths are as on the command line: relative to the
-    /// working directory.
+    /// switches, lists for flags that repeat; and positional arguments by the name that help shows, in lower case. What
+    /// the command line gives too, or excludes, is left out, and what neither gives has its default. Paths are as on the
+    /// command line: relative to the working directory.
     ///
     /// A switch that a recipe turns on stays on.
     ///

@@ -1,12 +1,12 @@
 //! `oscar completions` and `oscar man`: what a shell and a manual reader need.
 
-use std::io::Write;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use clap::CommandFactory;
 use clap_complete::Shell;
 
+use super::common::print_bytes;
 use super::{Cli, Outcome};
 
 /// Print the completion script of a shell.
@@ -28,7 +28,7 @@ pub struct ManArgs {
 pub fn completions(args: &CompletionsArgs) -> Result<Outcome> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut Cli::command(), "oscar", &mut script);
-    std::io::stdout().write_all(&script)?;
+    print_bytes(&script)?;
     Ok(Outcome::Fine)
 }
 
@@ -41,7 +41,7 @@ pub fn man(args: &ManArgs) -> Result<Outcome> {
     } else {
         let mut page = Vec::new();
         clap_mangen::Man::new(command).render(&mut page)?;
-        std::io::stdout().write_all(&page)?;
+        print_bytes(&page)?;
     }
     Ok(Outcome::Fine)
 }
