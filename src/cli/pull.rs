@@ -46,6 +46,9 @@ pub struct Args {
 }
 
 pub fn run(args: &Args) -> Result<Outcome> {
+    if let Some(out) = &args.out {
+        Entry::check_folder(out)?;
+    }
     let wanted = Wanted {
         model: args.model.clone(),
         tag: args.tag.clone(),
