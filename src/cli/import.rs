@@ -135,21 +135,23 @@ pub fn run(args: &Args) -> Result<Outcome> {
     // As in a new fit: the same model is under the same license.
     let license = card::stated_license(&args.out).filter(|_| !args.force);
     imported.entry.write(&args.out, args.force)?;
+    // The card is made from the file: tensors are not held twice.
+    let metadata = imported.entry.metadata;
+    let layers: Vec<_> = imported.entry.layers.into_keys().collect();
     card::write(&args.out, license.as_deref())?;
-    let metadata = &imported.entry.metadata;
     match args.format {
         Format::Text => print(&format!(
             "entry    {}\nmodel    {}\nlayers   {} of {}, scope {}",
             args.out.display(),
             metadata.model.id,
-            imported.entry.layers.len(),
+            layers.len(),
             metadata.model.layers,
             metadata.scope
         ))?,
         Format::Json => print_json(&serde_json::json!({
             "entry": args.out.display().to_string(),
             "model": metadata.model.id,
-            "layers": imported.entry.layers.keys().collect::<Vec<_>>(),
+            "layers": layers,
             "scope": metadata.scope,
             "warnings": imported.warnings,
         }))?,
