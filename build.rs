@@ -3,15 +3,26 @@
 //! `CUDA_COMPUTE_CAP` (such as `90`) says for which GPU, as for candle's own kernels; `OSCAR_COMPUTE_CAPS` (such as
 //! `80,90,100`) for which others besides. Every binary also holds PTX, which the driver compiles for newer GPUs.
 
-use std::borrow::Cow;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs};
 
+/// `kernels/*.cu`, by name. Cargo would watch a folder with all that lies in it, its README too: sources are watched one
+/// by one, and a new one is noticed because it is added here.
+const KERNELS: [&str; 8] = [
+    "append",
+    "bench",
+    "decode_rows",
+    "demote",
+    "demote_hopper",
+    "int2_decode",
+    "prefill",
+    "transform",
+];
+
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
-    println!("cargo::rerun-if-changed=kernels");
     for name in [
         "NVCC",
         "CUDA_HOME",
@@ -32,20 +43,11 @@ fn compile_kernels() -> Result<(), String> {
     let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("OUT_DIR is not set")?);
     let nvcc = nvcc();
     let caps = compute_caps()?;
-    let mut sources: Vec<PathBuf> = Path::new("kernels")
-        .read_dir()
-        .map_err(|e| format!("kernels: {e}"))?
-        .filter_map(|entry| Some(entry.ok()?.path()))
-        .filter(|path| path.extension().is_some_and(|x| x == "cu"))
-        .collect();
-    sources.sort();
+    watch()?;
     // nvcc takes a minute for some of them, on one core.
     let (nvcc, caps, out) = (&nvcc, &caps, &out);
     std::thread::scope(|scope| {
-        let running: Vec<_> = sources
-            .iter()
-            .map(|source| scope.spawn(move || compile(nvcc, source, caps, out)))
-            .collect();
+        let running = KERNELS.map(|name| scope.spawn(move || compile(nvcc, name, caps, out)));
         running
             .into_iter()
             .try_for_each(|compiled| compiled.join().map_err(|_| "nvcc's thread failed")?)
@@ -54,21 +56,31 @@ fn compile_kernels() -> Result<(), String> {
         "pub const TOOLKIT: i32 = {};\npub const KERNELS: &[(&str, &[u8])] = &[\n",
         toolkit_version(nvcc)?
     );
-    for source in &sources {
-        let fatbin = fatbin(source, out);
+    for name in KERNELS {
+        let fatbin = fatbin(name, out);
         let path = fatbin.to_str().ok_or("OUT_DIR is not UTF-8")?;
-        let _ = writeln!(text, "    ({:?}, include_bytes!({path:?})),", stem(source));
+        let _ = writeln!(text, "    ({name:?}, include_bytes!({path:?})),");
     }
     text += "];\n";
     fs::write(out.join("kernels.rs"), text).map_err(|e| format!("kernels.rs: {e}"))
 }
 
-fn stem(source: &Path) -> Cow<'_, str> {
-    source.file_stem().unwrap_or_default().to_string_lossy()
+/// The kernels and what they include.
+fn watch() -> Result<(), String> {
+    for item in Path::new("kernels")
+        .read_dir()
+        .map_err(|e| format!("kernels: {e}"))?
+    {
+        let path = item.map_err(|e| format!("kernels: {e}"))?.path();
+        if path.extension().is_some_and(|x| x == "cu" || x == "cuh") {
+            println!("cargo::rerun-if-changed={}", path.display());
+        }
+    }
+    Ok(())
 }
 
-fn fatbin(source: &Path, out: &Path) -> PathBuf {
-    out.join(&*stem(source)).with_extension("fatbin")
+fn fatbin(name: &str, out: &Path) -> PathBuf {
+    out.join(name).with_extension("fatbin")
 }
 
 /// As the driver counts: 13000 for 13.0.
@@ -137,8 +149,9 @@ fn compute_caps() -> Result<Vec<u32>, String> {
 }
 
 /// A source whose first line reads `// sm_90a` uses what only Hopper has: it is compiled for that alone.
-fn compile(nvcc: &Path, source: &Path, caps: &[u32], out: &Path) -> Result<(), String> {
-    let text = fs::read_to_string(source).map_err(|e| format!("{}: {e}", source.display()))?;
+fn compile(nvcc: &Path, name: &str, caps: &[u32], out: &Path) -> Result<(), String> {
+    let source = format!("kernels/{name}.cu");
+    let text = fs::read_to_string(&source).map_err(|e| format!("{source}: {e}"))?;
     let mut command = Command::new(nvcc);
     command.args(["-fatbin", "-O3", "-std=c++17", "-lineinfo"]);
     if text.starts_with("// sm_90a") {
@@ -152,5 +165,5 @@ fn compile(nvcc: &Path, source: &Path, caps: &[u32], out: &Path) -> Result<(), S
             "-gencode=arch=compute_{lowest},code=compute_{lowest}"
         ));
     }
-    run(command.arg("-o").arg(fatbin(source, out)).arg(source)).map(drop)
+    run(command.arg("-o").arg(fatbin(name, out)).arg(source)).map(drop)
 }

@@ -227,7 +227,7 @@ pub fn function(device: &CudaDevice, module: &str, name: &str) -> Result<CudaFun
         let (_, binary) = embedded::KERNELS
             .iter()
             .find(|(stem, _)| *stem == module)
-            .ok_or_else(|| Error::invalid(&place, "is not part of this binary"))?;
+            .ok_or_else(|| Error::invalid(&place, "is not among `KERNELS` of `build.rs`"))?;
         let module = context
             .load_module(Ptx::from_binary(binary.to_vec()))
             .map_err(|e| {
