@@ -32,7 +32,7 @@ pub struct StepTimes {
     /// The graph alone on the device, between two events, its median; with a cold L2.
     pub graph_ms: Option<f64>,
     /// Why not, where they should have been.
-    pub graph_refusal: Option<String>,
+    pub graph_warning: Option<String>,
 }
 
 /// Pages that a sequence of `context` tokens and the measured steps need must be in the engine's pool. A profiler that
@@ -82,7 +82,7 @@ pub fn step(mut engine: Engine, context: usize, steps: usize, graph: bool) -> Re
     } else {
         None
     };
-    let refusal = engine.graph_refusal().map(ToString::to_string);
+    let graph_warning = engine.graph_warning();
     Ok(StepTimes {
         context,
         ms_median: percentile(&times, 0.5),
@@ -90,8 +90,8 @@ pub fn step(mut engine: Engine, context: usize, steps: usize, graph: bool) -> Re
         ms_p90: percentile(&times, 0.9),
         steps: times.len(),
         cache_bytes: engine.pool.sequence_bytes(sequence)?,
-        graph: graph && refusal.is_none(),
+        graph: graph && graph_warning.is_none(),
         graph_ms,
-        graph_refusal: refusal,
+        graph_warning,
     })
 }

@@ -222,23 +222,15 @@ impl<'r, 'm> Engine<'r, 'm> {
         }
     }
 
-    /// Why decode steps are launched kernel by kernel, where the driver refused to capture them.
-    #[cfg(feature = "cuda")]
-    pub fn graph_refusal(&self) -> Option<&Error> {
-        match &self.graphs {
-            Graphs::Off(reason) => reason.as_ref(),
-            _ => None,
-        }
-    }
-
     /// What a person should know where the driver refused to capture decode steps; nothing on the CPU.
     #[allow(clippy::unused_self)]
     pub fn graph_warning(&self) -> Option<String> {
         #[cfg(feature = "cuda")]
-        return self
-            .graph_refusal()
-            .map(|reason| format!("decode steps were launched kernel by kernel: {reason}"));
-        #[cfg(not(feature = "cuda"))]
+        if let Graphs::Off(Some(reason)) = &self.graphs {
+            return Some(format!(
+                "decode steps were launched kernel by kernel: {reason}"
+            ));
+        }
         None
     }
 
