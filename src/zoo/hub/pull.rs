@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::plan::{entry_of, folder_of_model};
 use super::source::{self, Source};
-use super::{Locator, Watch, entries, inside, open};
+use super::{Locator, Watch, entries, inside};
 use crate::hub_cache;
 use crate::zoo::{self, Entry};
 use crate::{Error, Result};
@@ -67,26 +67,14 @@ pub fn pull(locator: &Locator, wanted: &Wanted, watch: &Arc<dyn Watch>) -> Resul
     {
         return Ok(pulled);
     }
-    let hub = open(locator, watch.clone())?;
-    let snapshot = match source::look(locator, hub.as_ref()) {
-        Ok(snapshot) => snapshot,
-        Err(error) => {
-            if cached.is_some() {
-                watch.note(
-                    "the cache holds an older look at this repository: HF_HUB_OFFLINE=1 takes it",
-                );
-            }
-            return Err(error);
+    let source = Source::open(locator, repo, watch).inspect_err(|_| {
+        if cached.is_some() {
+            watch.note(
+                "the cache holds an older look at this repository: HF_HUB_OFFLINE=1 takes it",
+            );
         }
-    };
-    let place = choose(locator, wanted, &entries(&snapshot))?;
-    let source = Source {
-        locator,
-        repo: &repo,
-        snapshot: &snapshot,
-        hub: hub.as_ref(),
-        watch: watch.as_ref(),
-    };
+    })?;
+    let place = choose(locator, wanted, &entries(&source.snapshot))?;
     fetch(&source, wanted, &place)
 }
 

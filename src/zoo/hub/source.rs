@@ -21,7 +21,7 @@ pub(super) fn repo(locator: &Locator) -> Result<CachedRepo> {
 }
 
 /// The repository now, which must be there.
-pub(super) fn look(locator: &Locator, hub: &dyn Hub) -> Result<Snapshot> {
+fn look(locator: &Locator, hub: &dyn Hub) -> Result<Snapshot> {
     let snapshot = hub.snapshot()?.ok_or_else(|| {
         Error::invalid(
             locator,
@@ -55,36 +55,39 @@ pub fn fetch(
     wanted: impl Fn(&str) -> bool,
     watch: &Arc<dyn Watch>,
 ) -> Result<()> {
-    let repo = repo(locator)?;
-    let hub = open(locator, watch.clone())?;
-    let snapshot = look(locator, hub.as_ref())?;
-    let source = Source {
-        locator,
-        repo: &repo,
-        snapshot: &snapshot,
-        hub: hub.as_ref(),
-        watch: watch.as_ref(),
-    };
-    let files = snapshot.files.iter().filter(|file| wanted(&file.path));
-    source.keep(&source.blobs(files)?)?;
+    let source = Source::open(locator, repo(locator)?, watch)?;
+    let files = source.snapshot.files.iter();
+    source.keep(&source.blobs(files.filter(|file| wanted(&file.path)))?)?;
     Ok(())
 }
 
 /// A repository as it was looked at, and the cache for it.
 pub(super) struct Source<'a> {
     pub locator: &'a Locator,
-    pub repo: &'a CachedRepo,
-    pub snapshot: &'a Snapshot,
-    pub hub: &'a dyn Hub,
-    pub watch: &'a dyn Watch,
+    pub snapshot: Snapshot,
+    repo: CachedRepo,
+    hub: Box<dyn Hub>,
+    watch: &'a dyn Watch,
 }
 
 impl<'a> Source<'a> {
+    /// Looks at the repository, which must be there.
+    pub fn open(locator: &'a Locator, repo: CachedRepo, watch: &'a Arc<dyn Watch>) -> Result<Self> {
+        let hub = open(locator, watch.clone())?;
+        Ok(Self {
+            locator,
+            snapshot: look(locator, hub.as_ref())?,
+            repo,
+            hub,
+            watch: watch.as_ref(),
+        })
+    }
+
     /// The contents of `files` in the cache.
-    pub fn blobs(
+    pub fn blobs<'f>(
         &self,
-        files: impl Iterator<Item = &'a RemoteFile>,
-    ) -> Result<Vec<(&'a RemoteFile, PathBuf)>> {
+        files: impl Iterator<Item = &'f RemoteFile>,
+    ) -> Result<Vec<(&'f RemoteFile, PathBuf)>> {
         files.map(|file| Ok((file, self.blob(file)?))).collect()
     }
 
