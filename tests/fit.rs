@@ -1,6 +1,9 @@
 //! Moments become entries: the released method exactly, ours far better where keys carry large offsets, the same bytes
 //! on any number of threads, and something sane where there is nothing to fit.
 
+mod metadata;
+
+use metadata::metadata;
 use nalgebra::DMatrix;
 use oscar_kv::calib::accumulate::{Accumulator, HoldoutRows, output_metric};
 use oscar_kv::calib::moments::{self, LayerRecord, Meta};
@@ -9,11 +12,12 @@ use oscar_kv::kv::attention::{Dims, causal};
 use oscar_kv::quant::Codec;
 use oscar_kv::rotation::search::{Objective, OutputError};
 use oscar_kv::rotation::{HeldOut, Transform, oscar};
-use oscar_kv::zoo::{
-    self, Calibration, Entry, Method, ModelInfo, Rounding, Scope, SideName, Tool, VMoment,
-};
+use oscar_kv::zoo::{self, Entry, Metadata, Method, Rounding, Scope, SideName, VMoment};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+
+/// Tokens that a layer's moments are of.
+const TOKENS: usize = 1024;
 
 /// A source of one layer's q, k, v.
 #[derive(Clone)]
@@ -92,10 +96,9 @@ impl Toy {
     }
 
     fn record(&self, layer: usize) -> LayerRecord {
-        let tokens = 1024;
-        let [q, k, v] = self.qkv(layer, 1, tokens);
-        let attention = causal(&q, &k, &v, self.dims, &[tokens], true).unwrap();
-        let mut sums = Accumulator::new(self.dims, tokens, vec![]);
+        let [q, k, v] = self.qkv(layer, 1, TOKENS);
+        let attention = causal(&q, &k, &v, self.dims, &[TOKENS], true).unwrap();
+        let mut sums = Accumulator::new(self.dims, TOKENS, vec![]);
         let weights = attention.key_weights.unwrap();
         sums.observe(layer, &q, &k, &v, &attention.o, &weights)
             .unwrap();
@@ -119,35 +122,17 @@ impl Toy {
             kv_heads,
             head_dim,
         } = self.dims;
-        let layers = self.layers;
-        let tool = Tool {
-            name: "oscar-kv".into(),
-            version: "0".into(),
-            algorithm: 1,
-        };
+        let Metadata {
+            model,
+            mut calibration,
+            tool,
+            ..
+        } = metadata(self.layers, heads, kv_heads, head_dim);
+        calibration.tokens = TOKENS;
         Meta {
             schema: moments::SCHEMA,
-            model: ModelInfo {
-                id: "toy".into(),
-                revision: None,
-                architecture: "llama".into(),
-                config_sha256: "c".into(),
-                weights_fingerprint: "w".into(),
-                layers,
-                heads: vec![heads; layers],
-                kv_heads: vec![kv_heads; layers],
-                head_dim: vec![head_dim; layers],
-            },
-            calibration: Calibration {
-                tokens: 1024,
-                prompts: 1,
-                seq_len: 1024,
-                token_ids_sha256: "t".into(),
-                tokenizer_sha256: "k".into(),
-                seed: 0,
-                dtype: "f32".into(),
-                device: "cpu".into(),
-            },
+            model,
+            calibration,
             holdout_tokens: self.holdout.iter().sum(),
             sample_rows: 0,
             tool,
