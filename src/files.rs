@@ -4,31 +4,57 @@ use std::collections::BTreeMap;
 use std::collections::HashSet;
 use std::fmt;
 use std::fs::{self, File};
-use std::io::{BufWriter, Write};
+use std::io::{self, BufWriter, Write};
 use std::path::Path;
 
 use serde::Serialize;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
+use tempfile::NamedTempFile;
 
 use crate::{Error, Result};
+
+/// A file in `folder` for what `path` will hold, locked as long as its writer lives; those that killed writers of `path`
+/// left are removed.
+fn temporary(folder: &Path, path: &Path) -> io::Result<NamedTempFile> {
+    let name = path.file_name().unwrap_or_default();
+    let prefix = format!(".oscar-{}-", &sha256_bytes(name.as_encoded_bytes())[..16]);
+    for item in fs::read_dir(folder).into_iter().flatten().flatten() {
+        if item.file_name().to_string_lossy().starts_with(&prefix)
+            && item.file_type().is_ok_and(|kind| kind.is_file())
+            && let Ok(file) = File::options().write(true).open(item.path())
+            && file.try_lock().is_ok()
+        {
+            let _ = fs::remove_file(item.path());
+        }
+    }
+    loop {
+        let file = tempfile::Builder::new()
+            .prefix(&prefix)
+            .suffix(".tmp")
+            .tempfile_in(folder)?;
+        // File systems without locks keep what killed writers leave.
+        let _ = file.as_file().lock();
+        // Another writer may have taken it for a dead one's before it was locked.
+        if file.path().exists() {
+            return Ok(file);
+        }
+    }
+}
 
 /// Writes `path` through `fill`. A crash, a full disk or an error in `fill` leaves the old file, or none.
 pub fn write_atomic(
     path: &Path,
-    fill: impl FnOnce(&mut BufWriter<&mut File>) -> std::io::Result<()>,
+    fill: impl FnOnce(&mut BufWriter<&mut File>) -> io::Result<()>,
 ) -> Result<()> {
     let folder = match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
         _ => Path::new("."),
     };
     fs::create_dir_all(folder).map_err(Error::io("create folder", folder))?;
-    let write = || -> std::io::Result<()> {
-        let mut temporary = tempfile::Builder::new()
-            .prefix(".oscar-")
-            .suffix(".tmp")
-            .tempfile_in(folder)?;
+    let write = || -> io::Result<()> {
+        let mut temporary = temporary(folder, path)?;
         let mut writer = BufWriter::with_capacity(1 << 20, temporary.as_file_mut());
         fill(&mut writer)?;
         writer.flush()?;
@@ -128,4 +154,35 @@ pub fn duplicate_key(json: &str) -> Option<String> {
     // Malformed JSON is reported by the safetensors crate.
     let _ = serde_json::Deserializer::from_str(json).deserialize_map(&mut keys);
     keys.0
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use super::*;
+
+    /// What a killed writer of `path` leaves.
+    fn left(path: &Path) -> PathBuf {
+        let file = temporary(path.parent().unwrap(), path).unwrap();
+        file.into_temp_path().keep().unwrap()
+    }
+
+    #[test]
+    fn a_write_removes_what_killed_writers_of_its_file_left() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, other) = (folder.path().join("a"), folder.path().join("a-"));
+        let (dead, of_other) = (left(&path), left(&other));
+        let alive = temporary(folder.path(), &path).unwrap();
+        assert!(!dead.exists());
+        write_atomic(&path, |out| {
+            write_atomic(&path, |out| out.write_all(b"inner")).unwrap();
+            out.write_all(b"outer")
+        })
+        .unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"outer");
+        assert!(alive.path().exists() && of_other.exists());
+        drop(alive);
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2);
+    }
 }
