@@ -232,6 +232,47 @@ fn a_dry_run_says_what_it_takes_and_writes_nothing() {
 }
 
 #[test]
+fn a_dry_run_refuses_what_the_run_would() {
+    let toy = Toy::new();
+    let (entry, moments) = (toy.at("entry"), toy.at("m.safetensors"));
+    let (inside, text) = (entry.join("m.safetensors"), toy.at("text"));
+    fs::write(&text, "mine").unwrap();
+    let mut base = toy.collect(&entry);
+    base[0] = "calibrate";
+    let at = ["--moments", str(&moments)];
+    for (more, named) in [
+        (&["--group", "0"][..], "--group"),
+        (&["--k-clip", "inf"], "--k-clip"),
+        (&["-p", "0.3", "--method", "oscar"], "--p"),
+        (&["--sink", "18446744073709551615"], "sink"),
+        (&["--data", "no/such.txt"], "no/such.txt"),
+        (&["--chat-template", "no.jinja"], "no.jinja"),
+        (&["--overlong", "error"], "is longer than a sequence"),
+        (&["--recipe", "no/such"], "no/such"),
+    ] {
+        let arguments = [&base[..], &at, more].concat();
+        let said = refused(&arguments);
+        assert!(said.contains(named), "{said}");
+        assert_eq!(said, refused(&[&arguments[..], &["--dry-run"]].concat()));
+    }
+    let said = refused(&[&base[..], &["--moments", str(&inside), "--dry-run"]].concat());
+    assert!(said.contains("inside the entry's folder"), "{said}");
+    let said = refused(&[&base[..], &["--moments", str(&text), "--dry-run"]].concat());
+    assert!(said.contains("not a moments file"), "{said}");
+    assert!(!entry.exists() && !moments.exists());
+
+    fine(&toy.collect(&moments));
+    let other = [&base[..], &at, &["--seed", "1"]].concat();
+    let said = refused(&[&other[..], &["--dry-run"]].concat());
+    assert!(
+        said.contains("changed: ") && said.contains("--fresh"),
+        "{said}"
+    );
+    fine(&[&other[..], &["--dry-run", "--fresh"]].concat());
+    assert!(moments.exists() && !entry.exists());
+}
+
+#[test]
 fn bad_usage_names_the_flag() {
     let toy = Toy::new();
     let out = toy.at("out.safetensors");

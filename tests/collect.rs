@@ -10,7 +10,7 @@ use candle_core::{DType, Device, Tensor};
 use nalgebra::DMatrix;
 use oscar_kv::calib::moments::{self, Moments};
 use oscar_kv::calib::progress::{Progress, Silent};
-use oscar_kv::calib::{CollectOptions, CorpusShape, collect, plan};
+use oscar_kv::calib::{CollectOptions, collect, plan};
 use oscar_kv::data::Corpus;
 use oscar_kv::model::{Attention, FullAttention, Model, OpenOptions, PackedSequence};
 use oscar_kv::{Result, files};
@@ -582,9 +582,10 @@ fn plan_foretells_the_file() {
     let setup = Setup::new();
     let plan = plan(
         &setup.model,
-        CorpusShape::from(&setup.corpus),
+        &setup.corpus,
         &options(&setup.output("unused")),
-    );
+    )
+    .unwrap();
     let found = setup.bytes.len() as f64;
     // All but the header.
     assert!(

@@ -209,7 +209,7 @@ impl oscar_kv::model::Attention for Seen {
 #[test]
 fn a_collection_on_a_gpu() {
     use oscar_kv::calib::progress::Silent;
-    use oscar_kv::calib::{CollectOptions, CorpusShape, Moments, collect, plan};
+    use oscar_kv::calib::{CollectOptions, Moments, collect, plan};
     use oscar_kv::data::Corpus;
     use oscar_kv::model::{Model, OpenOptions, PackedSequence, synthetic};
 
@@ -253,7 +253,7 @@ fn a_collection_on_a_gpu() {
         let path = folder.path().join(name);
         let options = CollectOptions::new(&path, "tokenizer");
         let collected = collect(&model, &corpus, &options, &mut Silent).unwrap();
-        let planned = plan(&model, CorpusShape::from(&corpus), &options);
+        let planned = plan(&model, &corpus, &options).unwrap();
         println!("{:?}", collected.timings);
         let (peak, planned) = (collected.peak_device_bytes, planned.peak_device_bytes);
         println!("peak {peak:?}, planned {planned:?}");

@@ -499,6 +499,8 @@ fn a_model_comes_in_the_same_way() {
         "calibrate",
         "--model",
         "org/toy",
+        "--data",
+        text(&toy.prompts),
         "--tokens",
         "8000",
         "--seq-len",

@@ -26,16 +26,55 @@ use crate::files::{canonical_json, read_text, sha256_bytes, write_atomic};
 use crate::{Error, Result};
 
 const KEY: &str = "oscar_checkpoint";
+/// The inputs of the run, in the work folder.
+const STATE: &str = "state.json";
 const FRESH: &str = "`--fresh` starts over";
 
 /// The metadata of a checkpoint file.
 #[derive(Serialize, Deserialize)]
 struct Piece {
-    /// SHA-256 of `state.json`.
+    /// SHA-256 of [`STATE`].
     run: String,
     /// The finished layer, or the layer that the hidden states go into.
     layer: usize,
     content_sha256: String,
+}
+
+fn folder(output: &Path) -> PathBuf {
+    let mut folder = output.as_os_str().to_owned();
+    folder.push(".partial");
+    folder.into()
+}
+
+/// Whether `output` is there, complete, of a run with the inputs `meta`. Writes nothing.
+///
+/// # Errors
+/// The output or its work folder belongs to other inputs and `fresh` is not set.
+pub(super) fn is_complete(output: &Path, meta: &Meta, fresh: bool) -> Result<bool> {
+    let run = canonical_json(meta)?;
+    if output.exists() {
+        let there = Moments::open(output).map_err(|e| {
+            Error::invalid(
+                output.display(),
+                format!("exists, and is not a moments file to go on with: {e}"),
+            )
+            .hint("choose another output, or remove it")
+        })?;
+        if !fresh {
+            let blank = Meta {
+                content_sha256: String::new(),
+                ..there.meta().clone()
+            };
+            compare(output, &canonical_json(&blank)?, &run)?;
+            there.verify()?;
+            return Ok(true);
+        }
+    }
+    let state = folder(output).join(STATE);
+    if !fresh && state.exists() {
+        compare(&state, &read_text(&state)?, &run)?;
+    }
+    Ok(false)
 }
 
 /// The locked work folder of one run.
@@ -55,9 +94,7 @@ impl Workspace {
     /// # Errors
     /// Another process works there; the output or the folder belongs to other inputs and `fresh` is not set.
     pub fn open(output: &Path, meta: &Meta, fresh: bool) -> Result<Option<Self>> {
-        let mut folder = output.as_os_str().to_owned();
-        folder.push(".partial");
-        let folder = PathBuf::from(folder);
+        let folder = folder(output);
         let lock = lock(&folder)?;
         let run = canonical_json(meta)?;
         let workspace = Self {
@@ -67,7 +104,7 @@ impl Workspace {
             _lock: lock,
             folder,
         };
-        match workspace.inspect(&run, fresh) {
+        match workspace.begin(&run, fresh) {
             Ok(true) => {
                 workspace.remove()?;
                 Ok(None)
@@ -75,7 +112,7 @@ impl Workspace {
             Ok(false) => Ok(Some(workspace)),
             Err(error) => {
                 // A refusal leaves no empty folder behind.
-                if !workspace.path("state.json").exists() {
+                if !workspace.path(STATE).exists() {
                     workspace.remove()?;
                 }
                 Err(error)
@@ -84,34 +121,17 @@ impl Workspace {
     }
 
     /// Whether the output is complete; else the folder stands ready.
-    fn inspect(&self, run: &str, fresh: bool) -> Result<bool> {
-        if self.output.exists() {
-            let place = self.output.display();
-            let there = Moments::open(&self.output).map_err(|e| {
-                Error::invalid(
-                    &place,
-                    format!("exists, and is not a moments file to go on with: {e}"),
-                )
-                .hint("choose another output, or remove it")
-            })?;
-            if !fresh {
-                let blank = Meta {
-                    content_sha256: String::new(),
-                    ..there.meta().clone()
-                };
-                compare(&self.output, &canonical_json(&blank)?, run)?;
-                there.verify()?;
-                return Ok(true);
-            }
+    fn begin(&self, run: &str, fresh: bool) -> Result<bool> {
+        if is_complete(&self.output, &self.meta, fresh)? {
+            return Ok(true);
         }
-        let state = self.path("state.json");
+        let state = self.path(STATE);
         if fresh {
             self.clear()?;
-        } else if state.exists() {
-            compare(&state, &read_text(&state)?, run)?;
-            return Ok(false);
         }
-        write_atomic(&state, |out| out.write_all(run.as_bytes()))?;
+        if !state.exists() {
+            write_atomic(&state, |out| out.write_all(run.as_bytes()))?;
+        }
         Ok(false)
     }
 
@@ -224,7 +244,7 @@ impl Workspace {
             let piece = name.strip_suffix(".safetensors").is_some_and(|name| {
                 name.starts_with("layer-") || name == "hidden" || name == "moments"
             });
-            if temporary || piece || name == "state.json" {
+            if temporary || piece || name == STATE {
                 fs::remove_file(entry.path()).map_err(Error::io("remove", entry.path()))?;
             }
         }

@@ -11,7 +11,7 @@ use rand_chacha::ChaCha8Rng;
 use serde::Serialize;
 
 use super::accumulate::{Accumulator, HoldoutRows, check_finite, output_metric};
-use super::checkpoint::Workspace;
+use super::checkpoint::{Workspace, is_complete};
 use super::moments::{ALGORITHM, LayerRecord, Meta, SCHEMA, Sample, Sums};
 use super::progress::Progress;
 use super::tensor_sums::{self, TensorAccumulator};
@@ -493,25 +493,7 @@ fn meta(model: &Model, corpus: &Corpus, options: &CollectOptions) -> Result<Meta
     })
 }
 
-/// The size of a calibration, for [`plan`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub struct CorpusShape {
-    pub tokens: usize,
-    pub holdout_tokens: usize,
-    pub seq_len: usize,
-}
-
-impl From<&Corpus> for CorpusShape {
-    fn from(corpus: &Corpus) -> Self {
-        Self {
-            tokens: corpus.tokens,
-            holdout_tokens: corpus.holdout_tokens,
-            seq_len: corpus.seq_len,
-        }
-    }
-}
-
-/// What a run will take, from the model's headers alone.
+/// What a run will take, from the model's headers and the corpus alone.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Plan {
     pub architecture: String,
@@ -521,8 +503,9 @@ pub struct Plan {
     pub kv_heads: usize,
     pub head_dim: usize,
     pub dtype: String,
-    #[serde(flatten)]
-    pub corpus: CorpusShape,
+    pub tokens: usize,
+    pub holdout_tokens: usize,
+    pub seq_len: usize,
     /// Of the decoder, as stored.
     pub weights_bytes: u64,
     /// One layer once loaded.
@@ -540,8 +523,16 @@ pub struct Plan {
     pub peak_disk_bytes: u64,
 }
 
-/// Estimates a run of [`collect`] without reading weights.
-pub fn plan(model: &Model, corpus: CorpusShape, options: &CollectOptions) -> Plan {
+/// Estimates a run of [`collect`] without reading weights or writing anything.
+///
+/// # Errors
+/// What is at the output belongs to other inputs.
+pub fn plan(model: &Model, corpus: &Corpus, options: &CollectOptions) -> Result<Plan> {
+    is_complete(
+        &options.output,
+        &meta(model, corpus, options)?,
+        options.fresh,
+    )?;
     let config = model.config();
     let (heads, kv_heads, d) = (
         config.num_attention_heads,
@@ -550,11 +541,12 @@ pub fn plan(model: &Model, corpus: CorpusShape, options: &CollectOptions) -> Pla
     );
     let sizes = model.sizes();
     let element = model.dtype().size_in_bytes();
-    let CorpusShape {
+    let Corpus {
         tokens,
         holdout_tokens,
         seq_len,
-    } = corpus;
+        ..
+    } = *corpus;
     let longest = seq_len.min(tokens.max(holdout_tokens));
     let hidden_bytes = ((tokens + holdout_tokens) * config.hidden_size * element) as u64;
     let sums = kv_heads * (7 * d * d + 2 * d + 2) * 8;
@@ -583,7 +575,7 @@ pub fn plan(model: &Model, corpus: CorpusShape, options: &CollectOptions) -> Pla
         let device = libraries + (computing + scores) * 5 / 4;
         (host, Some(device))
     };
-    Plan {
+    Ok(Plan {
         architecture: config.model_type.clone(),
         layers: config.num_hidden_layers,
         hidden_size: config.hidden_size,
@@ -591,7 +583,9 @@ pub fn plan(model: &Model, corpus: CorpusShape, options: &CollectOptions) -> Pla
         kv_heads,
         head_dim: d,
         dtype: model.dtype().as_str().to_owned(),
-        corpus,
+        tokens,
+        holdout_tokens,
+        seq_len,
         weights_bytes: sizes.stored_bytes,
         layer_bytes: sizes.layer_bytes,
         hidden_bytes,
@@ -599,7 +593,7 @@ pub fn plan(model: &Model, corpus: CorpusShape, options: &CollectOptions) -> Pla
         peak_memory_bytes,
         peak_device_bytes,
         peak_disk_bytes: 2 * moments_bytes + hidden_bytes,
-    }
+    })
 }
 
 impl fmt::Display for Plan {
@@ -622,7 +616,7 @@ impl fmt::Display for Plan {
                 "tokens",
                 format!(
                     "{} to calibrate, {} held out, sequences of up to {}",
-                    self.corpus.tokens, self.corpus.holdout_tokens, self.corpus.seq_len
+                    self.tokens, self.holdout_tokens, self.seq_len
                 ),
             ),
             (

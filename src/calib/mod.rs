@@ -10,7 +10,7 @@ pub mod predict;
 pub mod progress;
 pub mod tensor_sums;
 
-pub use collect::{CollectOptions, Collected, CorpusShape, Plan, collect, model_info, plan};
+pub use collect::{CollectOptions, Collected, Plan, collect, model_info, plan};
 pub use fit::{FitOptions, Fitted, fit};
 pub use moments::Moments;
 pub use progress::Progress;

@@ -69,9 +69,6 @@ pub fn run(args: &Args, given: &Given) -> Result<Outcome> {
         .moments
         .clone()
         .unwrap_or_else(|| moments_beside(&folder));
-    if args.run.dry_run {
-        return collect::dry_run(&model, &args.data, &args.run, &moments, args.format);
-    }
     // Bad options should not wait for the end of a long collection.
     args.fit.options().check(&[model.config().head_dim])?;
     if moments.parent() == Some(&folder) {
@@ -101,6 +98,9 @@ pub fn run(args: &Args, given: &Given) -> Result<Outcome> {
         repeated.check_tokens(&corpus, &tokenizer, &given.flags)?;
     }
     let prompts = (&tokenizer, &corpus);
+    if args.run.dry_run {
+        return collect::dry_run(&model, prompts, &args.run, &moments, args.format);
+    }
     let fitted = make(&model, prompts, args, &given.values, &moments, &folder)?;
     let same = match &repeated {
         Some(repeated) => Some(repeated.is_repeated_by(&Entry::open(&folder)?)),

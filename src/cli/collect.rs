@@ -8,7 +8,7 @@ use super::Outcome;
 use super::common::{CalibrationDataArgs, Format, ModelArgs, print, print_json};
 use super::progress::Meter;
 use crate::calib::collect::DEFAULT_SAMPLE_ROWS;
-use crate::calib::{CollectOptions, CorpusShape, collect, plan};
+use crate::calib::{CollectOptions, collect, plan};
 use crate::data::{Corpus, Tokenizer};
 use crate::model::Model;
 
@@ -48,18 +48,19 @@ pub struct RunArgs {
     #[arg(long)]
     fresh: bool,
 
-    /// Only say what the run will take, from config and headers
+    /// Only check what is given, and say what the run will take
     #[arg(long)]
     pub dry_run: bool,
 }
 
 pub fn run(args: &Args) -> Result<Outcome> {
     let model = args.model.open()?;
-    if args.run.dry_run {
-        return dry_run(&model, &args.data, &args.run, &args.out, args.format);
-    }
     let tokenizer = Tokenizer::load(&model)?;
     let corpus = args.data.read(&model, &tokenizer)?;
+    if args.run.dry_run {
+        let prompts = (&tokenizer, &corpus);
+        return dry_run(&model, prompts, &args.run, &args.out, args.format);
+    }
     let path = moments(&model, &tokenizer, &corpus, &args.run, &args.out)?;
     match args.format {
         Format::Text => print(&format!("moments in {}", path.display()))?,
@@ -83,13 +84,12 @@ pub fn moments(
 /// Prints what a run would take; shared with `oscar calibrate`.
 pub fn dry_run(
     model: &Model,
-    data: &CalibrationDataArgs,
+    (tokenizer, corpus): (&Tokenizer, &Corpus),
     run: &RunArgs,
     out: &Path,
     format: Format,
 ) -> Result<Outcome> {
-    let shape: CorpusShape = data.shape(model)?;
-    let plan = plan(model, shape, &options(run, out, ""));
+    let plan = plan(model, corpus, &options(run, out, tokenizer.sha256()))?;
     match format {
         Format::Text => print(&plan.to_string())?,
         Format::Json => print_json(&plan)?,

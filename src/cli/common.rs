@@ -8,7 +8,7 @@ use candle_core::DType;
 use clap::ValueEnum;
 
 use crate::Error;
-use crate::calib::{CorpusShape, Moments};
+use crate::calib::Moments;
 use crate::data::{self, ChatTemplate, Corpus, Overlong, Tokenizer, bundled};
 use crate::device::DeviceChoice;
 use crate::model::{Model, OpenOptions};
@@ -148,9 +148,6 @@ enum OverlongArg {
     Error,
 }
 
-/// Beyond what any corpus holds.
-const MAX_TOKENS: usize = 1 << 40;
-
 /// Longest sequence where `--seq-len` is not given.
 const DEFAULT_SEQ_LEN: usize = 4096;
 
@@ -229,33 +226,6 @@ impl CalibrationDataArgs {
             );
         }
         Ok(corpus)
-    }
-}
-
-impl CalibrationDataArgs {
-    /// The size of the calibration, from the arguments alone.
-    pub fn shape(&self, model: &Model) -> Result<CorpusShape> {
-        for (flag, tokens) in [("--tokens", self.tokens), ("--holdout", self.holdout)] {
-            if tokens > MAX_TOKENS {
-                return Err(
-                    Error::invalid(flag, format!("{tokens} are more than {MAX_TOKENS}")).into(),
-                );
-            }
-        }
-        let least = data::min_calibration_tokens(model.config().head_dim);
-        if self.tokens < least {
-            return Err(Error::invalid(
-                "--tokens",
-                format!("{} are too few to calibrate with", self.tokens),
-            )
-            .hint(format!("give at least {least}"))
-            .into());
-        }
-        Ok(CorpusShape {
-            tokens: self.tokens,
-            holdout_tokens: self.holdout,
-            seq_len: seq_len(self.seq_len, model)?,
-        })
     }
 }
 

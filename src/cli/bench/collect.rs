@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use crate::Error;
 use crate::calib::collect::Timings;
-use crate::calib::{CollectOptions, CorpusShape, FitOptions, Moments, collect, fit, plan};
+use crate::calib::{CollectOptions, FitOptions, Moments, collect, fit, plan};
 use crate::cli::Outcome;
 use crate::cli::common::{CalibrationDataArgs, Format, print, print_json};
 use crate::cli::progress::Meter;
@@ -96,7 +96,7 @@ pub fn run(args: &Args) -> Result<Outcome> {
 
     let path = work.path().join("moments.safetensors");
     let options = CollectOptions::new(path, tokenizer.sha256());
-    let planned = plan(&model, CorpusShape::from(&corpus), &options);
+    let planned = plan(&model, &corpus, &options)?;
     let collecting = Instant::now();
     let collected = collect(&model, &corpus, &options, &mut Meter::new())?;
     let collecting = collecting.elapsed();
