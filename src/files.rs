@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::collections::HashSet;
 use std::fmt;
 use std::fs::{self, File};
-use std::io::{self, BufWriter, Write};
+use std::io::{self, BufWriter, Read, Write};
 use std::path::Path;
 
 use serde::Serialize;
@@ -77,13 +77,22 @@ pub fn write_atomic(
     write().map_err(Error::io("write", path))
 }
 
-/// Reads a whole file; devices and pipes, which may never end, are refused.
-pub fn read(path: &Path) -> Result<Vec<u8>> {
+/// Opens a file to read; folders, and devices and pipes, which may never end, are refused.
+pub fn open(path: &Path) -> Result<File> {
     let kind = fs::metadata(path).map_err(Error::io("read", path))?;
     if !kind.is_file() {
         return Err(Error::invalid(path.display(), "not a regular file"));
     }
-    fs::read(path).map_err(Error::io("read", path))
+    File::open(path).map_err(Error::io("read", path))
+}
+
+/// Reads a whole file, which [`open`] takes.
+pub fn read(path: &Path) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    open(path)?
+        .read_to_end(&mut bytes)
+        .map_err(Error::io("read", path))?;
+    Ok(bytes)
 }
 
 /// Reads a whole text file; says so where it is not UTF-8.

@@ -589,6 +589,12 @@ fn a_closed_pipe_is_success() {
     );
 }
 
+/// An entry of a model that is not at hand.
+const SMOLLM2: &str = concat!(
+    env!("CARGO_MANIFEST_DIR"),
+    "/zoo/HuggingFaceTB__SmolLM2-135M-Instruct/balanced"
+);
+
 #[test]
 fn generate_streams_text_and_tells_scripts_the_rest() {
     let toy = Toy::new();
@@ -622,8 +628,24 @@ fn generate_streams_text_and_tells_scripts_the_rest() {
             "--kv-memory",
         ),
         (
-            &["--kv", "bf16", "--prompt", "1", "--temperature=-1"],
-            "--temperature",
+            &["--kv", "bf16", "--prompt", "1", "--temperature", "-1"],
+            "--temperature: -1",
+        ),
+        (
+            &["--kv", "bf16", "--prompt", "1", "-n", "-1"],
+            "for '--max-tokens",
+        ),
+        (
+            &["--kv", "bf16", "--prompt", &"1".repeat(600)],
+            "give a shorter prompt",
+        ),
+        (
+            &["--kv", "bf16", "--prompt", "1", "--chat-template", "t"],
+            "--chat",
+        ),
+        (
+            &["--zoo", SMOLLM2, "--prompt", "1"],
+            "layers 30, and the model `toy` has 2",
         ),
         (
             &["--kv", "bf16", "--prompt", "1", "--top-k", "3"],

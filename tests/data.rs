@@ -251,17 +251,21 @@ fn bad_files_are_refused_by_name_and_line() {
         refusal("a.jsonl", r#"{"prompt": 3}"#),
         "a.jsonl:1: `prompt` is a number, not a string"
     );
-    assert_eq!(
-        refusal("a.jsonl", r#"{"messages": "hi"}"#),
-        "a.jsonl:1: `messages` is not a list of messages"
-    );
-    assert_eq!(
-        refusal(
-            "a.jsonl",
-            r#"{"messages": [{"role": "user", "content": "x"}, {"content": "y"}]}"#
+    for (messages, problem) in [
+        (r#""hi""#, "` is not a list of at least one message"),
+        ("[]", "` is not a list of at least one message"),
+        (
+            r#"[{"role": "user", "content": "x"}, {"content": "y"}]"#,
+            "[1]` is not an object with a `role`",
         ),
-        "a.jsonl:1: `messages[1]` is not an object with a `role`"
-    );
+    ] {
+        let said = refusal("a.jsonl", format!(r#"{{"messages": {messages}}}"#));
+        assert_eq!(
+            said.lines().next(),
+            Some(&*format!("a.jsonl:1: `messages{problem}"))
+        );
+        assert!(said.contains("hint: a message is such as"), "{said}");
+    }
     assert!(refusal("a.csv", "x").starts_with("a.csv: format is not known\n  hint: "));
     assert!(refusal("a", "x").starts_with("a: format is not known"));
     let deep = format!(

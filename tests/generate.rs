@@ -192,6 +192,11 @@ fn a_seed_gives_one_text() {
         greedy,
         "the likeliest one is all there is to choose"
     );
+    let cold = Sampling {
+        temperature: 1e-300,
+        ..warm
+    };
+    assert_eq!(run(cold).unwrap(), greedy);
     for wrong in [
         Sampling {
             temperature: -1.0,

@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Tensor};
 use oscar_kv::calib::progress::Silent;
 use oscar_kv::calib::{CollectOptions, FitOptions, Moments, collect, fit};
 use oscar_kv::data::{Corpus, PackOptions, TokenizedPrompt, WindowOptions, pack, windows};
-use oscar_kv::eval::{Cache, EvalMethod, EvalOptions, Report, Side, check_entry, validate};
+use oscar_kv::eval::{Cache, EvalMethod, EvalOptions, Report, Side, Step, check_entry, validate};
 use oscar_kv::kv::attention::{Dims, plain};
 use oscar_kv::model::{Attention, Model, OpenOptions};
 use oscar_kv::zoo::Windows;
@@ -419,6 +419,7 @@ fn the_real_cache_and_its_simulation_agree() {
     );
 
     let windows = EvalOptions { sink: 4, ..options };
-    let refused = validate(&model, &corpus, &methods, &windows, &mut |_| ()).unwrap_err();
+    let mut at_once = |step: Step| panic!("{} before the refusal", step.what);
+    let refused = validate(&model, &corpus, &methods, &windows, &mut at_once).unwrap_err();
     assert!(refused.to_string().contains("whole pages"), "{refused}");
 }

@@ -1,7 +1,6 @@
 //! Safetensors files with one JSON metadata key and a hash of their content, written by streaming and read by mapping.
 
 use std::collections::{BTreeMap, HashMap};
-use std::fs::File;
 use std::io::{self, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::thread;
@@ -12,7 +11,7 @@ use safetensors::{SafeTensorError, SafeTensors};
 use serde::Serialize;
 use sha2::{Digest, Sha256};
 
-use crate::files::{canonical_json, hex, write_atomic};
+use crate::files::{self, canonical_json, hex, write_atomic};
 use crate::{Error, Result};
 
 /// A tensor to write.
@@ -141,7 +140,7 @@ impl Container {
     /// Checks everything that the header says: lengths, offsets that neither overlap nor leave holes, and shapes that
     /// fit them.
     pub fn open(path: &Path, key: &str) -> Result<Self> {
-        let file = File::open(path).map_err(Error::io("open", path))?;
+        let file = files::open(path)?;
         #[allow(unsafe_code)]
         // SAFETY: written files are only ever replaced by rename, never changed in place.
         let map = unsafe { Mmap::map(&file) }.map_err(Error::io("map", path))?;

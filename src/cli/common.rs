@@ -45,7 +45,7 @@ pub struct ModelArgs {
 
     /// Where to compute: auto, cpu, or cuda:N (see `oscar devices`)
     #[arg(long, default_value_t)]
-    device: DeviceChoice,
+    pub device: DeviceChoice,
 
     /// Dtype of activations, and of weights once loaded
     #[arg(long, value_enum, default_value_t)]

@@ -60,15 +60,30 @@ pub struct Args {
     prompt: Option<String>,
 
     /// Chat to answer: a JSON list of messages with `role` and `content`, or an object with `messages` and `tools`
-    #[arg(long, value_name = "FILE", help_heading = "Prompt")]
+    #[arg(
+        long,
+        value_name = "FILE",
+        group = "conversation",
+        help_heading = "Prompt"
+    )]
     messages: Option<PathBuf>,
 
     /// Take the prompt for a user's message, and answer it
-    #[arg(long, conflicts_with = "messages", help_heading = "Prompt")]
+    #[arg(
+        long,
+        group = "conversation",
+        conflicts_with = "messages",
+        help_heading = "Prompt"
+    )]
     chat: bool,
 
     /// Jinja chat template, instead of the model's own
-    #[arg(long, value_name = "FILE", help_heading = "Prompt")]
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires = "conversation",
+        help_heading = "Prompt"
+    )]
     chat_template: Option<PathBuf>,
 
     /// Most tokens to generate
@@ -200,6 +215,7 @@ pub fn run(args: &Args) -> Result<Outcome> {
                 prompt.len()
             ),
         )
+        .hint("give a shorter prompt")
         .into());
     }
     let mut stop = model.config().eos_token_ids.clone();
@@ -315,7 +331,10 @@ fn from_stdin() -> Result<String> {
             .into());
     }
     let mut bytes = Vec::new();
-    std::io::stdin().lock().read_to_end(&mut bytes)?;
+    std::io::stdin()
+        .lock()
+        .read_to_end(&mut bytes)
+        .context("cannot read standard input")?;
     let text = String::from_utf8(bytes).map_err(|e| {
         let at = e.utf8_error().valid_up_to();
         Error::invalid("standard input", format!("not UTF-8 text (byte {at})"))

@@ -332,12 +332,22 @@ impl<'a> Leaf<'a> {
     }
 }
 
+/// `-1` is a wrong value, said with the argument's name, and not an unknown flag.
+fn with_negative_numbers(command: Command) -> Command {
+    command
+        .mut_args(|arg| {
+            let takes = arg.get_action().takes_values();
+            arg.allow_negative_numbers(takes)
+        })
+        .mut_subcommands(with_negative_numbers)
+}
+
 /// Parses a command line, completed by the recipe that it names.
 ///
 /// # Errors
 /// Those of [`Recipe::read`]; [`clap::Error`] where clap has something to say, help and version included.
 pub fn parse(words: &[OsString]) -> Result<(Cli, Given)> {
-    let root = Cli::command();
+    let root = with_negative_numbers(Cli::command());
     // What is required may come from the recipe: what is typed is read as far as it can be.
     let lenient = root.clone().ignore_errors(true);
     let mut recipe = None;

@@ -23,6 +23,7 @@ pub struct Prompt {
 
 /// Fields of a record, the first that is there wins; `tools` joins `messages`.
 pub(super) const FIELDS: [&str; 4] = ["text", "messages", "prompt", "tools"];
+const MESSAGE: &str = r#"a message is such as {"role": "user", "content": "Hello"}"#;
 const ACCEPTED: &str = "one of `text`, `messages` or `prompt` is needed";
 
 #[derive(Clone, Copy)]
@@ -292,10 +293,8 @@ fn conversation(
 /// `messages` is a list of objects that each name their `role`.
 fn check_messages(place: &str, messages: &Value) -> Result<()> {
     if messages.kind() != ValueKind::Seq || messages.len() == Some(0) {
-        return Err(Error::invalid(
-            place,
-            "`messages` is not a list of messages",
-        ));
+        let problem = "`messages` is not a list of at least one message";
+        return Err(Error::invalid(place, problem).hint(MESSAGE));
     }
     for (i, message) in messages.try_iter().into_iter().flatten().enumerate() {
         let has_role = message
@@ -305,7 +304,8 @@ fn check_messages(place: &str, messages: &Value) -> Result<()> {
             return Err(Error::invalid(
                 place,
                 format!("`messages[{i}]` is not an object with a `role`"),
-            ));
+            )
+            .hint(MESSAGE));
         }
     }
     Ok(())

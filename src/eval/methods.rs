@@ -231,23 +231,21 @@ impl Cache for TurboQuant {
 pub fn check_entry(entry: &Entry, model: &Model) -> Result<Vec<String>> {
     let (ours, config) = (&entry.metadata.model, model.config());
     let layers = config.num_hidden_layers;
-    let mismatch = |what: &str, entry: &dyn std::fmt::Debug, model: usize| {
-        Error::invalid(
-            format!("entry of `{}`", ours.id),
-            format!("{what} {entry:?} do not fit those of the model, {model}"),
-        )
-        .hint("validate an entry with the model it was calibrated on")
-    };
-    if ours.layers != layers {
-        return Err(mismatch("layers", &ours.layers, layers));
-    }
-    for (what, list, expected) in [
+    for (what, entry, expected) in [
+        ("layers", &vec![ours.layers], layers),
         ("heads", &ours.heads, config.num_attention_heads),
         ("KV heads", &ours.kv_heads, config.num_key_value_heads),
         ("head_dim", &ours.head_dim, config.head_dim),
     ] {
-        if list.len() != layers || list.iter().any(|&n| n != expected) {
-            return Err(mismatch(what, list, expected));
+        if let Some(other) = entry.iter().find(|&&n| n != expected) {
+            return Err(Error::invalid(
+                format!("entry of `{}`", ours.id),
+                format!(
+                    "{what} {other}, and the model `{}` has {expected}",
+                    model.id()
+                ),
+            )
+            .hint("use an entry that was calibrated on this model"));
         }
     }
     if let Some(layer) = (0..layers).find(|layer| !entry.layers.contains_key(layer)) {

@@ -22,11 +22,31 @@ pub(super) enum Told {
     Warning(String),
 }
 
+/// The shape of the pool, checked.
+///
+/// # Errors
+/// An entry that does not fit, windows that are not whole pages.
+pub(super) fn shape(
+    model: &Model,
+    transforms: &Arc<Transforms>,
+    windows: Windows,
+) -> Result<PoolShape> {
+    let shape = PoolShape {
+        layers: model.config().num_hidden_layers,
+        dims: Resident::dims(model)?,
+        windows,
+        transforms: Some(Arc::clone(transforms)),
+    };
+    shape.rule()?;
+    shape.page_bytes()?;
+    Ok(shape)
+}
+
 /// The last layer's output (tokens, hidden) of every sequence of `corpus`, with the model's keys and values in a pool.
 /// Rows of a window's last token, whose successor nobody knows, are zero.
 ///
 /// # Errors
-/// An entry that does not fit, windows that are not whole pages, too little memory; an interruption.
+/// Those of [`shape`], too little memory; an interruption.
 pub(super) fn serve(
     model: &Model,
     corpus: &Corpus,
@@ -34,12 +54,7 @@ pub(super) fn serve(
     windows: Windows,
     progress: &mut dyn FnMut(Told) -> Result<()>,
 ) -> Result<Vec<Tensor>> {
-    let shape = PoolShape {
-        layers: model.config().num_hidden_layers,
-        dims: Resident::dims(model)?,
-        windows,
-        transforms: Some(Arc::clone(transforms)),
-    };
+    let shape = shape(model, transforms, windows)?;
     let exact = windows.sink_tokens + windows.recent_tokens;
     let prompts: Vec<&[u32]> = corpus
         .sequences

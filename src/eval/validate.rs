@@ -78,6 +78,9 @@ pub fn validate(
         recent_tokens: options.recent,
     };
     let context = check(corpus, methods, windows)?;
+    for transforms in methods.iter().filter_map(|method| method.real.as_ref()) {
+        real::shape(model, transforms, windows)?;
+    }
     let layers = model.config().num_hidden_layers;
     let streams = methods.len() + 1;
     let mut progress = Meter {

@@ -41,7 +41,8 @@ impl Sampling {
     fn processor(self) -> LogitsProcessor {
         let temperature = self.temperature;
         let sampling = match (self.top_k, self.top_p) {
-            _ if temperature == 0.0 => Processor::ArgMax,
+            // So cold, the likeliest token has all of the probability, and logits over it may overflow.
+            _ if temperature < 1e-6 => Processor::ArgMax,
             (None, None) => Processor::All { temperature },
             (Some(k), None) => Processor::TopK { k, temperature },
             (None, Some(p)) => Processor::TopP { p, temperature },
@@ -131,11 +132,9 @@ fn go_on(
     let mut token_ids = Vec::new();
     let mut stop = Stop::MaxTokens;
     let mut decoding = Instant::now();
-    let mut prefill_seconds = 0.0;
     while token_ids.len() < options.max_tokens {
         let token = choose(engine, &hidden)?;
         if token_ids.is_empty() {
-            prefill_seconds = started.elapsed().as_secs_f64();
             decoding = Instant::now();
         }
         if options.stop.contains(&token) {
@@ -155,7 +154,7 @@ fn go_on(
     Ok(Generated {
         token_ids,
         stop,
-        prefill_seconds,
+        prefill_seconds: (decoding - started).as_secs_f64(),
         decode_seconds: decoding.elapsed().as_secs_f64(),
         cached_tokens: engine.pool.tokens(id)?,
         cache_bytes: engine.pool.sequence_bytes(id)?,

@@ -102,7 +102,11 @@ fn line(timed: &crate::bench::Timed) -> String {
 }
 
 fn not_a_gpu(device: DeviceChoice) -> anyhow::Error {
-    let reason = device::why_no_gpu().unwrap_or("kernels are measured on a GPU");
+    let reason = match device {
+        DeviceChoice::Cpu => None,
+        _ => device::why_no_gpu(),
+    }
+    .unwrap_or("kernels are measured on a GPU");
     Error::invalid(format!("--device {device}"), reason)
         .hint("see `oscar devices`")
         .into()

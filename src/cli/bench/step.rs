@@ -38,7 +38,7 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<Outcome> {
     let _ = (&args.zoo, args.context, args.repeats, args.format);
     args.model.open()?;
-    Err(super::not_a_gpu(crate::device::DeviceChoice::Auto))
+    Err(super::not_a_gpu(args.model.device))
 }
 
 #[cfg(feature = "cuda")]
@@ -61,7 +61,7 @@ pub fn run(args: &Args) -> Result<Outcome> {
     let entry = Entry::open(&args.zoo)?;
     let model = args.model.open()?;
     if !model.device().is_cuda() {
-        return Err(super::not_a_gpu(crate::device::DeviceChoice::Cpu));
+        return Err(super::not_a_gpu(args.model.device));
     }
     let transforms = Arc::new(Transforms::new(&entry)?);
     let resident = Resident::load(&model)?;
