@@ -4,7 +4,7 @@
 // One query token a sequence, GQA of up to 16 query heads a KV head.  In INT2 pages K and V are 2-bit codes with one bf16
 // scale and zero per (token, KV head, side):  value = (code - zero) * scale.  72 bytes a token a KV head at d = 128.
 //
-// INT2 parts (64 tokens; 32 at d = 256) are read by decode_digits.cuh (groups of up to 4 heads) or decode_halves.cuh, BF16
+// INT2 parts (64 tokens; 32 at d = 256) are read by decode_digits.cuh (few heads a warp) or decode_wide.cuh, BF16
 // tiles (8 tokens) by decode_tiles.cuh; this file has what feeds them, merges their results, and divides the work.
 //
 // Requires: scales are positive normal numbers (the codec keeps them >= 1e-8).  Spare slots of a sequence's last tile may
@@ -18,8 +18,8 @@
 // memory; an item cut over several blocks is merged by the last block to arrive.
 // The plan (Blk, Seg) depends on lengths and page tables only: `int2_decode_plan` makes it once a step, for every layer.
 #include "decode_digits.cuh"
-#include "decode_halves.cuh"
 #include "decode_tiles.cuh"
+#include "decode_wide.cuh"
 
 // ------------------------------------------------------------------------------------------------ work descriptors
 struct Seg {            // a run over one item, for one block                                              48 bytes
@@ -53,26 +53,32 @@ struct Args {
 };
 
 // ------------------------------------------------------------------------------------------------ the kernel
-template <int D, int NH, int W, int NW>
+template <int D, int HEADS, int N> struct Queries { Columns<D, HEADS> of[N]; };
+template <int D, int HEADS> struct Queries<D, HEADS, 0> {};
+
+template <int D, int NH, int W, int NW, bool WIDE>
 struct Shared {  // NH: heads of a warp
+  static constexpr int ROWS = WIDE ? (NH + 7) / 8 * 8 : NH;  // those of whole n-tiles
   // OB: where memory allows, the merge of one run does not hold up the next one.
   static constexpr int OB = NH * W > 4 ? 1 : 2;
-  float o[OB][NW * W][NH][Format<D>::OS];  // merge of the warps
-  float2 ml[OB][NW * W][NH];
+  float o[OB][NW * W][ROWS][Format<D>::OS];  // merge of the warps
+  float2 ml[OB][NW * W][ROWS];
   __align__(16) __nv_bfloat16 q[2][NH * W * D];  // query of the current and the next run
+  Queries<D, NH, WIDE ? W : 0> columns;          // of the current one
   Seg seg[2];
   uint64_t qfull[2], qempty[2], full[8][NW], empty[8];
   int last;
 };
 
-// D head_dim, HT query heads of an n-tile, NT n-tiles of a warp, W warps a slot, NW slots a row, ST rows of the ring, TG
-// tokens of a part that are worked on at once.  A quarter SM shares out 512 registers a lane among its warps: 40 to a fourth
-// of the producers, the rest to 2 consumer warps (8 in all) or 3 (12).
-template <int D, int HT, int NT, int W, int NW, int ST, int TG>
+// D head_dim, NH query heads of a warp, W warps a slot, NW slots a row, ST rows of the ring; TG tokens of a part that
+// attend_digits works on at once, or 0: attend_wide.  A quarter SM shares out 512 registers a lane among its warps: 40 to a
+// fourth of the producers, the rest to 2 consumer warps (8 in all) or 3 (12).
+template <int D, int NH, int W, int NW, int ST, int TG>
 DEV void decode(const Args& a) {
   using F = Format<D>;
-  constexpr int NH = HT * NT, NC = NW * W;  // heads of a warp, consumer warps
-  using S = Shared<D, NH, W, NW>;
+  constexpr bool WIDE = TG == 0;
+  constexpr int NC = NW * W;  // consumer warps
+  using S = Shared<D, NH, W, NW, WIDE>;
   constexpr int BLOB = F::BLOB, SLOT = F::SLOT, TILE = F::TILE, HALVES = F::HALVES;
   static_assert(D % 64 == 0 && ST <= 8 && (NC == 8 || NC == 12), "");
   static_assert(ST * NW * SLOT + sizeof(S) <= 227 * 1024, "too much shared memory");
@@ -166,10 +172,10 @@ DEV void decode(const Args& a) {
     const Seg seg = sh.seg[qs];
     const Share share{sh.q[qs] + head0 * D, nheads - head0, sh.o[ob][warp][0], sh.ml[ob][warp], a.scale_log2};
     const bool tiles = seg.te > seg.tb;
-    if (tiles) attend_tiles<D, HT, NT, NW, ST>(ring, share, slot, seg.tb, seg.te, seg.tokens);
+    if (tiles) attend_tiles<D, WIDE ? 8 : 4, WIDE ? (NH + 7) / 8 : NH / 4, NW, ST>(ring, share, slot, seg.tb, seg.te, seg.tokens);
     if (seg.pe == seg.pb) ring.give(q_read);
-    else if constexpr (HT == 4) attend_digits<D, NT, NW, ST, TG>(ring, share, slot, seg.pb, seg.pe, q_read, tiles);
-    else attend_halves<D, NT, NW, ST, TG>(ring, share, slot, seg.pb, seg.pe, q_read, tiles);
+    else if constexpr (WIDE) attend_wide<D, NH, NW, ST, NC>(ring, share, sh.columns.of[warp / NW], slot, seg.pb, seg.pe, q_read, tiles);
+    else attend_digits<D, NH / 4, NW, ST, TG>(ring, share, slot, seg.pb, seg.pe, q_read, tiles);
 
     // ---- end of the run: merge the warps
     consumer_sync<NC * 32>();
@@ -245,24 +251,24 @@ DEV void decode(const Args& a) {
 }
 
 // Named by head_dim and most query heads a KV head; `VARIANTS` in src/kv/cuda/decode.rs is the same list.
-#define KERNEL(NAME, D, HT, NT, W, NW, ST, TG)                                                                                \
+#define KERNEL(NAME, D, NH, W, NW, ST, TG)                                                                                    \
   extern "C" __global__ void __launch_bounds__(NW* W * 32 + 128, 1) int2_decode_##NAME(                                       \
       const __nv_bfloat16* q, const uint8_t* int2, const uint8_t* bf16, const int* history, const int* windows,               \
       const Blk* blks, const Seg* segs, float* part_o, float2* part_ml, int* counter, __nv_bfloat16* out, float* out_f32,     \
       float* lse, int HQ, int HK, int max_history, int max_windows, float scale_log2) {                                       \
-    decode<D, HT, NT, W, NW, ST, TG>(Args{q, int2, bf16, history, windows, blks, segs, part_o, part_ml, counter, out, out_f32,    \
-                                      lse, HQ, HK, max_history, max_windows, scale_log2});                                    \
+    decode<D, NH, W, NW, ST, TG>(Args{q, int2, bf16, history, windows, blks, segs, part_o, part_ml, counter, out, out_f32,    \
+                                  lse, HQ, HK, max_history, max_windows, scale_log2});                                        \
   }
-KERNEL(d64_h4, 64, 4, 1, 1, 8, 6, 64)
-KERNEL(d64_h8, 64, 4, 2, 1, 12, 5, 64)
-KERNEL(d64_h16, 64, 8, 2, 1, 8, 6, 64)
-KERNEL(d128_h4, 128, 4, 1, 1, 8, 4, 64)
-KERNEL(d128_h8, 128, 4, 2, 1, 8, 4, 64)
-KERNEL(d128_h12, 128, 4, 3, 1, 8, 4, 32)
-KERNEL(d128_h16, 128, 8, 2, 1, 8, 4, 64)
-KERNEL(d256_h4, 256, 4, 1, 1, 8, 4, 32)
-KERNEL(d256_h8, 256, 4, 1, 2, 6, 4, 32)
-KERNEL(d256_h16, 256, 8, 1, 2, 6, 4, 32)
+KERNEL(d64_h4, 64, 4, 1, 8, 6, 64)
+KERNEL(d64_h8, 64, 8, 1, 12, 5, 64)
+KERNEL(d64_h16, 64, 16, 1, 8, 6, 0)
+KERNEL(d128_h4, 128, 4, 1, 8, 4, 64)
+KERNEL(d128_h8, 128, 8, 1, 8, 4, 64)
+KERNEL(d128_h12, 128, 12, 1, 8, 4, 0)
+KERNEL(d128_h16, 128, 16, 1, 8, 4, 0)
+KERNEL(d256_h4, 256, 4, 1, 8, 4, 32)
+KERNEL(d256_h8, 256, 4, 2, 6, 4, 32)
+KERNEL(d256_h16, 256, 8, 2, 4, 6, 0)
 
 // ------------------------------------------------------------------------------------------------ the plan
 // The line: sequences with tokens in order, in each its KV heads, in each its units, `tile` of them a tile and `part` a part:

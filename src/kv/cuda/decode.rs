@@ -87,7 +87,7 @@ const VARIANTS: &[Variant] = &[
     Variant { name: "int2_decode_d128_h16", head_dim: 128, heads: 16, slots: 8, sharing: 1, tile: 1, part: 2 },
     Variant { name: "int2_decode_d256_h4", head_dim: 256, heads: 4, slots: 8, sharing: 1, tile: 2, part: 1 },
     Variant { name: "int2_decode_d256_h8", head_dim: 256, heads: 8, slots: 6, sharing: 2, tile: 2, part: 1 },
-    Variant { name: "int2_decode_d256_h16", head_dim: 256, heads: 16, slots: 6, sharing: 2, tile: 2, part: 2 },
+    Variant { name: "int2_decode_d256_h16", head_dim: 256, heads: 16, slots: 4, sharing: 2, tile: 2, part: 2 },
 ];
 
 /// Threads of a block that bring data: a warp does, and registers are handed over by four warps at a time.
