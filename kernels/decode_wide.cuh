@@ -62,6 +62,8 @@ DEV void attend_wide(Ring<D, NW, ST>& ring, const Share& s, Columns<D, HEADS>& c
   constexpr float LIM = 60000.f, TARGET = 10.f, MAGIC = 12582912.f;  // p*s in f16; a new maximum is set to 2^10
   // f32 sums of MMA are cut off, not rounded: parts whose sums stay in registers.
   constexpr int CHUNK = 128 * NW;
+  // Before the values or after them: measured.  With 16 heads registers are short.
+  constexpr bool WAIT_EARLY = HEADS == 16;
   static_assert(NW % 4 == 0 && (HEADS == 8 || HEADS == 12 || HEADS == 16), "");
   const int lane = ring.lane, g = lane >> 2, qd = lane & 3;
   uint32_t par_off = 2 * KB + g * 16 - lane * 16;
@@ -233,6 +235,7 @@ DEV void attend_wide(Ring<D, NW, ST>& ring, const Share& s, Columns<D, HEADS>& c
           fresh = false;
           weights();
         }
+        if (WAIT_EARLY) wgmma_wait();
         if (__builtin_expect(!valid, 0))  // a branch: selects would take their time in every part
 #pragma unroll
           for (int nt = 0; nt < NT; nt++) {
@@ -266,7 +269,7 @@ DEV void attend_wide(Ring<D, NW, ST>& ring, const Share& s, Columns<D, HEADS>& c
             }
           }
         }
-        wgmma_wait();
+        if (!WAIT_EARLY) wgmma_wait();
       }
       ring.give(read);
       codes = ring.at, read = ring.empty;
