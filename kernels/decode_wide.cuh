@@ -62,8 +62,8 @@ DEV void attend_wide(Ring<D, NW, ST>& ring, const Share& s, Columns<D, HEADS>& c
   constexpr float LIM = 60000.f, TARGET = 10.f, MAGIC = 12582912.f;  // p*s in f16; a new maximum is set to 2^10
   // f32 sums of MMA are cut off, not rounded: parts whose sums stay in registers.
   constexpr int CHUNK = 128 * NW;
-  // Before the values or after them: measured.  With 16 heads registers are short.
-  constexpr bool WAIT_EARLY = HEADS == 16;
+  // Before the values are multiplied or after, as measured.
+  constexpr bool WAIT_EARLY = HEADS != 12;
   static_assert(NW % 4 == 0 && (HEADS == 8 || HEADS == 12 || HEADS == 16), "");
   const int lane = ring.lane, g = lane >> 2, qd = lane & 3;
   uint32_t par_off = 2 * KB + g * 16 - lane * 16;
