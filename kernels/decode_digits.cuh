@@ -15,14 +15,13 @@
 #pragma once
 #include "decode_ring.cuh"
 
-// Parts [from, to), every NWth from `from` + slot on, TG tokens of each at a time; `q_read`: the barrier to tell when the
+// Parts [from, to), every NWth from `from` + slot on; `q_read`: the barrier to tell when the
 // query has been read.  `merge`: the warp's place in the merge already holds something, which this is added to.
-template <int D, int NT, int NW, int ST, int TG>
+template <int D, int NT, int NW, int ST>
 DEV void attend_digits(Ring<D, NW, ST>& ring, const Share& s, int slot, int from, int to, uint32_t q_read, bool merge) {
-  constexpr int P = Format<D>::PART, KS = D / 32, MT = D / 16, MG = D / 64, NU = P / 32, NUG = TG / 32, NK = TG / 8;
+  constexpr int P = Format<D>::PART, KS = D / 32, MT = D / 16, MG = D / 64, NU = P / 32, NK = P / 8;
   constexpr int KB = P * D / 4, OS = Format<D>::OS;
   constexpr float LIM = 65000.f, TARGET = 14.f, MAGIC = 12582912.f;  // U < 2^16; a new maximum is set to 2^14
-  static_assert(TG % 32 == 0 && P % TG == 0, "");
   const int lane = ring.lane, g = lane >> 2, qd = lane & 3;
   uint32_t par_off = 2 * KB + g * 16 - lane * 16;
   asm volatile("" : "+r"(par_off));  // kept in a register: it could be computed again
@@ -30,10 +29,8 @@ DEV void attend_digits(Ring<D, NW, ST>& ring, const Share& s, int slot, int from
   // x*al + 1.5*2^23 holds Q = round(x*al) in its low mantissa bits; adding 128 first makes byte 1 the rounded high digit.
   uint32_t qb[NT][KS][2];
   // Slot p carries 4^p:  score (base 2) = s * 2^(-e-2p) * (dot_p - z * 4^p sum), the power folded into the unpacking of s.
-  // With many heads the powers of p stay with s and z, which costs two instructions a token and saves registers.
-  constexpr int POWERS = NT > 2 ? 1 : 4;
-  float sumq[NT][POWERS];  // of head 4*nt + qd
-  int sexp[NT][POWERS];
+  float sumq[NT][4];  // of head 4*nt + qd
+  int sexp[NT][4];
 #pragma unroll
   for (int nt = 0; nt < NT; nt++) {
     const int h = 4 * nt + (g >> 1);
@@ -67,7 +64,7 @@ DEV void attend_digits(Ring<D, NW, ST>& ring, const Share& s, int slot, int from
     const float sq = __shfl_sync(~0u, sum, qd * 8);
     const int es = __shfl_sync(~0u, e, qd * 8);
 #pragma unroll
-    for (int p = 0; p < POWERS; p++) sumq[nt][p] = sq * (1 << (2 * p)), sexp[nt][p] = -(es + 2 * p) * (1 << 23);
+    for (int p = 0; p < 4; p++) sumq[nt][p] = sq * (1 << (2 * p)), sexp[nt][p] = -(es + 2 * p) * (1 << 23);
   }
   ring.give(q_read);
 
@@ -89,158 +86,148 @@ DEV void attend_digits(Ring<D, NW, ST>& ring, const Share& s, int slot, int from
       ring.give();
       continue;
     }
-    // TG tokens at a time
-#pragma unroll 1
-    for (int u0 = 0; u0 < NU; u0 += NUG) {
-      const uint32_t codes = ring.at + (NU == NUG ? 0 : u0 * (MG * 512)), params = ring.at + par_off + (NU == NUG ? 0 : u0 * 256);
-      // scores of 32 tokens: tile 0 has slots 0 | 0+1 in rows g | g+8, tile 1 has slots 0+1+2 | 0+1+2+3
-      float x[NT][NK], sv[NK], zv[NK];  // this thread's tokens 8k + g
+    const uint32_t codes = ring.at, params = ring.at + par_off;
+    // scores of 32 tokens: tile 0 has slots 0 | 0+1 in rows g | g+8, tile 1 has slots 0+1+2 | 0+1+2+3
+    float x[NT][NK], sv[NK], zv[NK];  // this thread's tokens 8k + g
 #pragma unroll
-      for (int u = 0; u < NUG; u++) {
-        int acc[NT][2][4];
+    for (int u = 0; u < NU; u++) {
+      int acc[NT][2][4];
 #pragma unroll
-        for (int nt = 0; nt < NT; nt++)
+      for (int nt = 0; nt < NT; nt++)
 #pragma unroll
-          for (int k = 0; k < 8; k++) acc[nt][k >> 2][k & 3] = 0;
+        for (int k = 0; k < 8; k++) acc[nt][k >> 2][k & 3] = 0;
 #pragma unroll
-        for (int v = 0; v < MG; v++) {
-          const uint4 w4 = lds128(codes + (u * MG + v) * 512);
+      for (int v = 0; v < MG; v++) {
+        const uint4 w4 = lds128(codes + (u * MG + v) * 512);
 #pragma unroll
-          for (int e = 0; e < 2; e++) {  // k-step of 32 channels: words 4v + 2e, 4v + 2e + 1
-            const uint32_t w0 = e ? w4.z : w4.x, w1 = e ? w4.w : w4.y;
+        for (int e = 0; e < 2; e++) {  // k-step of 32 channels: words 4v + 2e, 4v + 2e + 1
+          const uint32_t w0 = e ? w4.z : w4.x, w1 = e ? w4.w : w4.y;
 #pragma unroll
-            for (int nt = 0; nt < NT; nt++) {
-              const uint32_t b0 = qb[nt][2 * v + e][0], b1 = qb[nt][2 * v + e][1];
-              mma_u8s8(acc[nt][0], w0 & 0x03030303, w0 & 0x0f0f0f0f, w1 & 0x03030303, w1 & 0x0f0f0f0f, b0, b1);
-              mma_u8s8(acc[nt][1], w0 & 0x3f3f3f3f, w0, w1 & 0x3f3f3f3f, w1, b0, b1);
-            }
-          }
-        }
-        uint32_t sz[4];
-#pragma unroll
-        for (int t = 0; t < 2; t++) {
-          const uint4 w = lds128(params + (2 * u + t) * 128);
-          sz[2 * t] = w.x, sz[2 * t + 1] = w.y;
-          sv[4 * u + 2 * t] = bf_lo(w.z), sv[4 * u + 2 * t + 1] = bf_lo(w.w), zv[4 * u + 2 * t] = bf_hi(w.z), zv[4 * u + 2 * t + 1] = bf_hi(w.w);
-        }
-        int wide_s[4];
-        float wide_z[4];
-        if (POWERS == 1)
-#pragma unroll
-          for (int p = 0; p < 4; p++) wide_s[p] = sz[p] * 65536 - 2 * p * (1 << 23), wide_z[p] = bf_hi(sz[p]) * (1 << (2 * p));
-#pragma unroll
-        for (int nt = 0; nt < NT; nt++) {
-          int below = 0;
-#pragma unroll
-          for (int p = 0; p < 4; p++) {
-            const int upto = acc[nt][p >> 1][2 * (p & 1)] * 256 + acc[nt][p >> 1][2 * (p & 1) + 1];
-            // bf16 scale (normal) times a power of two
-            const float scale = __int_as_float(POWERS == 1 ? wide_s[p] + sexp[nt][0] : sz[p] * 65536 + sexp[nt][p % POWERS]);
-            const float z = POWERS == 1 ? wide_z[p] : bf_hi(sz[p]);
-            x[nt][4 * u + p] = fmaf(scale, fmaf(-z, sumq[nt][p % POWERS], (float)(upto - below)), -m[nt]);
-            below = upto;
+          for (int nt = 0; nt < NT; nt++) {
+            const uint32_t b0 = qb[nt][2 * v + e][0], b1 = qb[nt][2 * v + e][1];
+            mma_u8s8(acc[nt][0], w0 & 0x03030303, w0 & 0x0f0f0f0f, w1 & 0x03030303, w1 & 0x0f0f0f0f, b0, b1);
+            mma_u8s8(acc[nt][1], w0 & 0x3f3f3f3f, w0, w1 & 0x3f3f3f3f, w1, b0, b1);
           }
         }
       }
-      // p = 2^x; U = round(p*s) with the rounding error carried along: mass is kept however small single weights are.
-      // v + 1.5*2^23 leaves the integer in the low mantissa bits; bytes (1, 0) are the digits.
-      float pr[NT][NK], u[NT][NK];
-      uint32_t pb[NT][NUG][2];
-      auto weights = [&]() {
-        float mx[4];
+      uint32_t sz[4];
 #pragma unroll
-        for (int nt = 0; nt < NT; nt++) {
-#pragma unroll
-          for (int k = 0; k < NK; k++) pr[nt][k] = ex2(x[nt][k]);
-#pragma unroll
-          for (int t = 0; t < NK / 2; t++) {
-            uint32_t dg[2];
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-              const int k = 2 * t + r, c = k & 3;
-              const float v = fmaf(pr[nt][k], sv[k], rr[nt][c]), y = v + MAGIC;
-              u[nt][k] = y - MAGIC;
-              rr[nt][c] = v - u[nt][k];
-              mx[c] = nt || k > 3 ? fmaxf(mx[c], v) : v;
-              dg[r] = __float_as_uint(y);
-            }
-            // columns 2h, 2h+1 of an 8x8 b16 matrix: the high digits of tokens g, g+8; their low digits
-            pb[nt][t >> 1][t & 1] = __byte_perm(dg[0], dg[1], 0x4051);
-          }
-        }
-        return fmaxf(fmaxf(mx[0], mx[1]), fmaxf(mx[2], mx[3]));
-      };
-      const float mx = weights();
-      if (__builtin_expect(__any_sync(~0u, mx > LIM) || left < 0, 0)) {
-        // Rare: the first part, a new maximum of p*s (the reference moves so that it becomes 2^TARGET), or the sums may
-        // have grown past half of int32: 256 parts add at most 255 * 255 * 64 * 256 < 2^30.
-        int sums = 0;
-#pragma unroll
-        for (int nt = 0; nt < NT; nt++)
-#pragma unroll
-          for (int mt = 0; mt < MT; mt++) sums |= oacc[nt][mt][0] | oacc[nt][mt][1] | oacc[nt][mt][2] | oacc[nt][mt][3];
-        const bool full = __any_sync(~0u, sums >= 1 << 30);
-        if (left < 0) left = 256;
-#pragma unroll
-        for (int nt = 0; nt < NT; nt++) {
-          float y = -INFINITY;
-#pragma unroll
-          for (int k = 0; k < NK; k++) x[nt][k] += m[nt], y = fmaxf(y, x[nt][k] + lg2(fmaxf(sv[k], 1e-30f)));
-          y = fmaxf(y, __shfl_xor_sync(~0u, y, 4));
-          y = fmaxf(y, __shfl_xor_sync(~0u, y, 8));
-          y = fmaxf(y, __shfl_xor_sync(~0u, y, 16));
-          // m moves by a whole number of octaves, so that the integer accumulators are rescaled by shifts
-          const float up = y - m[nt] > 15.9f ? ceilf(y - m[nt] - TARGET) : full ? 1.f : 0.f;
-          if (fresh) m[nt] = y - TARGET;
-          else if (up > 0.f) {
-            const float f = ex2(-up);
-            m[nt] += up, l[nt] *= f, pz[nt] *= f;
-#pragma unroll 1
-            for (int more = (int)fminf(up, 64.f); more > 0; more -= 16) {
-              const int n = min(more, 16);
-#pragma unroll
-              for (int mt = 0; mt < MT; mt++)
-#pragma unroll
-                for (int r = 0; r < 2; r++) {
-                  int &hi = oacc[nt][mt][2 * r], &lo = oacc[nt][mt][2 * r + 1];
-                  lo = ((uint32_t)lo + (hi & ((1 << n) - 1)) * 256u) >> n;
-                  hi = (uint32_t)hi >> n;
-                }
-            }
-          }
-#pragma unroll
-          for (int c = 0; c < 4; c++) rr[nt][c] = 0.f;  // the first attempt spoilt them; they are below one unit
-#pragma unroll
-          for (int k = 0; k < NK; k++) x[nt][k] -= m[nt];
-        }
-        fresh = false;
-        weights();
+      for (int t = 0; t < 2; t++) {
+        const uint4 w = lds128(params + (2 * u + t) * 128);
+        sz[2 * t] = w.x, sz[2 * t + 1] = w.y;
+        sv[4 * u + 2 * t] = bf_lo(w.z), sv[4 * u + 2 * t + 1] = bf_lo(w.w), zv[4 * u + 2 * t] = bf_hi(w.z), zv[4 * u + 2 * t + 1] = bf_hi(w.w);
       }
 #pragma unroll
       for (int nt = 0; nt < NT; nt++) {
-        float ls[4];
+        int below = 0;
 #pragma unroll
-        for (int k = 0; k < NK; k++) ls[k & 3] = k > 3 ? ls[k & 3] + pr[nt][k] : pr[nt][k], pz[nt] = fmaf(u[nt][k], zv[k], pz[nt]);
-        l[nt] += (ls[0] + ls[1]) + (ls[2] + ls[3]);
-#pragma unroll
-        for (int t = 0; t < NK / 2; t++) pb[nt][t >> 1][t & 1] = transpose8x8(pb[nt][t >> 1][t & 1]);
+        for (int p = 0; p < 4; p++) {
+          const int upto = acc[nt][p >> 1][2 * (p & 1)] * 256 + acc[nt][p >> 1][2 * (p & 1) + 1];
+          // bf16 scale (normal) times a power of two
+          const float scale = __int_as_float(sz[p] * 65536 + sexp[nt][p]);
+          x[nt][4 * u + p] = fmaf(scale, fmaf(-bf_hi(sz[p]), sumq[nt][p], (float)(upto - below)), -m[nt]);
+          below = upto;
+        }
       }
-      // out^T[channel][head, digit] += V^T[channel][token] * U[token][head, digit]
+    }
+    // p = 2^x; U = round(p*s) with the rounding error carried along: mass is kept however small single weights are.
+    // v + 1.5*2^23 leaves the integer in the low mantissa bits; bytes (1, 0) are the digits.
+    float pr[NT][NK], u[NT][NK];
+    uint32_t pb[NT][NU][2];
+    auto weights = [&]() {
+      float mx[4];
 #pragma unroll
-      for (int uu = 0; uu < NUG; uu++)
+      for (int nt = 0; nt < NT; nt++) {
 #pragma unroll
-        for (int mg = 0; mg < MG; mg++) {
-          const uint4 w = lds128(codes + KB + (uu * MG + mg) * 512);
-          if (uu == NUG - 1 && mg == MG - 1 && (NU == NUG || u0 == NU - NUG)) ring.give();  // all of it is in registers
+        for (int k = 0; k < NK; k++) pr[nt][k] = ex2(x[nt][k]);
 #pragma unroll
-          for (int pos = 0; pos < 4; pos++) {
-            const uint32_t mask = ((1u << (2 * pos + 2)) - 1) * 0x01010101u;  // slots 0..pos
+        for (int t = 0; t < NK / 2; t++) {
+          uint32_t dg[2];
 #pragma unroll
-            for (int nt = 0; nt < NT; nt++)
-              mma_u8u8(oacc[nt][mg * 4 + pos], w.x & mask, w.y & mask, w.z & mask, w.w & mask, pb[nt][uu][0], pb[nt][uu][1]);
+          for (int r = 0; r < 2; r++) {
+            const int k = 2 * t + r, c = k & 3;
+            const float v = fmaf(pr[nt][k], sv[k], rr[nt][c]), y = v + MAGIC;
+            u[nt][k] = y - MAGIC;
+            rr[nt][c] = v - u[nt][k];
+            mx[c] = nt || k > 3 ? fmaxf(mx[c], v) : v;
+            dg[r] = __float_as_uint(y);
+          }
+          // columns 2h, 2h+1 of an 8x8 b16 matrix: the high digits of tokens g, g+8; their low digits
+          pb[nt][t >> 1][t & 1] = __byte_perm(dg[0], dg[1], 0x4051);
+        }
+      }
+      return fmaxf(fmaxf(mx[0], mx[1]), fmaxf(mx[2], mx[3]));
+    };
+    const float mx = weights();
+    if (__builtin_expect(__any_sync(~0u, mx > LIM) || left < 0, 0)) {
+      // Rare: the first part, a new maximum of p*s (the reference moves so that it becomes 2^TARGET), or the sums may
+      // have grown past half of int32: 256 parts add at most 255 * 255 * 64 * 256 < 2^30.
+      int sums = 0;
+#pragma unroll
+      for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+        for (int mt = 0; mt < MT; mt++) sums |= oacc[nt][mt][0] | oacc[nt][mt][1] | oacc[nt][mt][2] | oacc[nt][mt][3];
+      const bool full = __any_sync(~0u, sums >= 1 << 30);
+      if (left < 0) left = 256;
+#pragma unroll
+      for (int nt = 0; nt < NT; nt++) {
+        float y = -INFINITY;
+#pragma unroll
+        for (int k = 0; k < NK; k++) x[nt][k] += m[nt], y = fmaxf(y, x[nt][k] + lg2(fmaxf(sv[k], 1e-30f)));
+        y = fmaxf(y, __shfl_xor_sync(~0u, y, 4));
+        y = fmaxf(y, __shfl_xor_sync(~0u, y, 8));
+        y = fmaxf(y, __shfl_xor_sync(~0u, y, 16));
+        // m moves by a whole number of octaves, so that the integer accumulators are rescaled by shifts
+        const float up = y - m[nt] > 15.9f ? ceilf(y - m[nt] - TARGET) : full ? 1.f : 0.f;
+        if (fresh) m[nt] = y - TARGET;
+        else if (up > 0.f) {
+          const float f = ex2(-up);
+          m[nt] += up, l[nt] *= f, pz[nt] *= f;
+#pragma unroll 1
+          for (int more = (int)fminf(up, 64.f); more > 0; more -= 16) {
+            const int n = min(more, 16);
+#pragma unroll
+            for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+              for (int r = 0; r < 2; r++) {
+                int &hi = oacc[nt][mt][2 * r], &lo = oacc[nt][mt][2 * r + 1];
+                lo = ((uint32_t)lo + (hi & ((1 << n) - 1)) * 256u) >> n;
+                hi = (uint32_t)hi >> n;
+              }
           }
         }
+#pragma unroll
+        for (int c = 0; c < 4; c++) rr[nt][c] = 0.f;  // the first attempt spoilt them; they are below one unit
+#pragma unroll
+        for (int k = 0; k < NK; k++) x[nt][k] -= m[nt];
+      }
+      fresh = false;
+      weights();
     }
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++) {
+      float ls[4];
+#pragma unroll
+      for (int k = 0; k < NK; k++) ls[k & 3] = k > 3 ? ls[k & 3] + pr[nt][k] : pr[nt][k], pz[nt] = fmaf(u[nt][k], zv[k], pz[nt]);
+      l[nt] += (ls[0] + ls[1]) + (ls[2] + ls[3]);
+#pragma unroll
+      for (int t = 0; t < NK / 2; t++) pb[nt][t >> 1][t & 1] = transpose8x8(pb[nt][t >> 1][t & 1]);
+    }
+    // out^T[channel][head, digit] += V^T[channel][token] * U[token][head, digit]
+#pragma unroll
+    for (int uu = 0; uu < NU; uu++)
+#pragma unroll
+      for (int mg = 0; mg < MG; mg++) {
+        const uint4 w = lds128(codes + KB + (uu * MG + mg) * 512);
+        if (uu == NU - 1 && mg == MG - 1) ring.give();  // all of it is in registers
+#pragma unroll
+        for (int pos = 0; pos < 4; pos++) {
+          const uint32_t mask = ((1u << (2 * pos + 2)) - 1) * 0x01010101u;  // slots 0..pos
+#pragma unroll
+          for (int nt = 0; nt < NT; nt++)
+            mma_u8u8(oacc[nt][mg * 4 + pos], w.x & mask, w.y & mask, w.z & mask, w.w & mask, pb[nt][uu][0], pb[nt][uu][1]);
+        }
+      }
     left--;
   }
 

@@ -13,7 +13,7 @@
 // An item is (sequence, KV head): its tiles, then its parts.  All items form one line, cut into equal runs, one a block
 // (stream-K; the number of blocks is chosen so that cuts fall on item boundaries where that is cheaper).  In a block one
 // producer warp fills a ring of ST rows of NW slots with cp.async.bulk; each slot (a part, a tile, or at d = 256 the keys
-// or the values of a tile) is taken by W consumer warps, which have HT*NT heads each; the producer also brings the query,
+// or the values of a tile) is taken by W consumer warps, which have NH heads each; the producer also brings the query,
 // runs ahead across items, and no block barrier is in the loop.  At the end of an item the consumers merge in shared
 // memory; an item cut over several blocks is merged by the last block to arrive.
 // The plan (Blk, Seg) depends on lengths and page tables only: `int2_decode_plan` makes it once a step, for every layer.
@@ -70,13 +70,12 @@ struct Shared {  // NH: heads of a warp
   int last;
 };
 
-// D head_dim, NH query heads of a warp, W warps a slot, NW slots a row, ST rows of the ring; TG tokens of a part that
-// attend_digits works on at once, or 0: attend_wide.  A quarter SM shares out 512 registers a lane among its warps: 40 to a
-// fourth of the producers, the rest to 2 consumer warps (8 in all) or 3 (12).
-template <int D, int NH, int W, int NW, int ST, int TG>
+// D head_dim, NH query heads of a warp, W warps a slot, NW slots a row, ST rows of the ring; WIDE: attend_wide, where it is
+// otherwise attend_digits.  A quarter SM shares out 512 registers a lane among its warps: 40 to a fourth of the producers,
+// the rest to 2 consumer warps (8 in all) or 3 (12).
+template <int D, int NH, int W, int NW, int ST, bool WIDE>
 DEV void decode(const Args& a) {
   using F = Format<D>;
-  constexpr bool WIDE = TG == 0;
   constexpr int NC = NW * W;  // consumer warps
   using S = Shared<D, NH, W, NW, WIDE>;
   constexpr int BLOB = F::BLOB, SLOT = F::SLOT, TILE = F::TILE, HALVES = F::HALVES;
@@ -175,7 +174,7 @@ DEV void decode(const Args& a) {
     if (tiles) attend_tiles<D, WIDE ? 8 : 4, WIDE ? (NH + 7) / 8 : NH / 4, NW, ST>(ring, share, slot, seg.tb, seg.te, seg.tokens);
     if (seg.pe == seg.pb) ring.give(q_read);
     else if constexpr (WIDE) attend_wide<D, NH, NW, ST, NC>(ring, share, sh.columns.of[warp / NW], slot, seg.pb, seg.pe, q_read, tiles);
-    else attend_digits<D, NH / 4, NW, ST, TG>(ring, share, slot, seg.pb, seg.pe, q_read, tiles);
+    else attend_digits<D, NH / 4, NW, ST>(ring, share, slot, seg.pb, seg.pe, q_read, tiles);
 
     // ---- end of the run: merge the warps
     consumer_sync<NC * 32>();
@@ -251,24 +250,24 @@ DEV void decode(const Args& a) {
 }
 
 // Named by head_dim and most query heads a KV head; `VARIANTS` in src/kv/cuda/decode.rs is the same list.
-#define KERNEL(NAME, D, NH, W, NW, ST, TG)                                                                                    \
+#define KERNEL(NAME, D, NH, W, NW, ST, WIDE)                                                                                  \
   extern "C" __global__ void __launch_bounds__(NW* W * 32 + 128, 1) int2_decode_##NAME(                                       \
       const __nv_bfloat16* q, const uint8_t* int2, const uint8_t* bf16, const int* history, const int* windows,               \
       const Blk* blks, const Seg* segs, float* part_o, float2* part_ml, int* counter, __nv_bfloat16* out, float* out_f32,     \
       float* lse, int HQ, int HK, int max_history, int max_windows, float scale_log2) {                                       \
-    decode<D, NH, W, NW, ST, TG>(Args{q, int2, bf16, history, windows, blks, segs, part_o, part_ml, counter, out, out_f32,    \
-                                  lse, HQ, HK, max_history, max_windows, scale_log2});                                        \
+    decode<D, NH, W, NW, ST, WIDE>(Args{q, int2, bf16, history, windows, blks, segs, part_o, part_ml, counter, out, out_f32,  \
+                                    lse, HQ, HK, max_history, max_windows, scale_log2});                                      \
   }
-KERNEL(d64_h4, 64, 4, 1, 8, 6, 64)
-KERNEL(d64_h8, 64, 8, 1, 12, 5, 64)
-KERNEL(d64_h16, 64, 16, 1, 8, 6, 0)
-KERNEL(d128_h4, 128, 4, 1, 8, 4, 64)
-KERNEL(d128_h8, 128, 8, 1, 8, 4, 64)
-KERNEL(d128_h12, 128, 12, 1, 8, 4, 0)
-KERNEL(d128_h16, 128, 16, 1, 8, 4, 0)
-KERNEL(d256_h4, 256, 4, 1, 8, 4, 32)
-KERNEL(d256_h8, 256, 4, 2, 6, 4, 32)
-KERNEL(d256_h16, 256, 8, 2, 4, 6, 0)
+KERNEL(d64_h4, 64, 4, 1, 8, 6, false)
+KERNEL(d64_h8, 64, 8, 1, 12, 5, false)
+KERNEL(d64_h16, 64, 16, 1, 8, 6, true)
+KERNEL(d128_h4, 128, 4, 1, 8, 4, false)
+KERNEL(d128_h8, 128, 8, 1, 8, 4, false)
+KERNEL(d128_h12, 128, 12, 1, 8, 4, true)
+KERNEL(d128_h16, 128, 16, 1, 8, 4, true)
+KERNEL(d256_h4, 256, 4, 1, 8, 4, false)
+KERNEL(d256_h8, 256, 4, 2, 6, 4, false)
+KERNEL(d256_h16, 256, 8, 2, 4, 6, true)
 
 // ------------------------------------------------------------------------------------------------ the plan
 // The line: sequences with tokens in order, in each its KV heads, in each its units, `tile` of them a tile and `part` a part:
