@@ -15,8 +15,8 @@
 #pragma once
 #include "decode_ring.cuh"
 
-// Parts [from, to), every NWth from `from` + slot on; `q_read`: the barrier to tell when the
-// query has been read.  `merge`: the warp's place in the merge already holds something, which this is added to.
+// Parts [from, to), every NWth from `from` + slot on; `q_read`: the barrier to tell when the query has been read.  `merge`:
+// the warp's place in the merge already holds something, which this is added to.
 template <int D, int NT, int NW, int ST>
 DEV void attend_digits(Ring<D, NW, ST>& ring, const Share& s, int slot, int from, int to, uint32_t q_read, bool merge) {
   constexpr int P = Format<D>::PART, KS = D / 32, MT = D / 16, MG = D / 64, NU = P / 32, NK = P / 8;
